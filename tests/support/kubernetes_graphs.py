@@ -103,6 +103,10 @@ class GraphCluster:
         loop.lead()
         return loop
 
+    def link_of(self, loop: OperatorLoop) -> Any:
+        """Return the link of an operator."""
+        return next(link for operator, link in self._operators if operator is loop)
+
     async def kill(self, loop: OperatorLoop) -> None:
         """End an operator between two of its requests."""
         entry = next(entry for entry in self._operators if entry[0] is loop)

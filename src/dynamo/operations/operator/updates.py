@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -27,11 +27,8 @@ def plan_step(view: GraphView, result: Desired) -> Mapping[str, int]:
         return view.targets
     names = sorted(view.targets.keys() | {workload.component for workload in view.others})
     if update is None or update.to != view.generation or update.phase != "InProgress":
-        totals = dict.fromkeys(names, 0)
-        for workload in view.workloads:
-            totals[workload.component] = totals.get(workload.component, 0) + workload.ordered
         update = RollingUpdate(
-            "InProgress", time_text(now), to=view.generation, from_=totals,
+            "InProgress", time_text(now), to=view.generation, from_=_before(view, names),
             progress_time=time_text(now),
         )  # fmt: skip
         result.status_first = True
@@ -49,6 +46,17 @@ def plan_step(view: GraphView, result: Desired) -> Mapping[str, int]:
     updated = [view.name(role) for role in view.targets if view.is_settled(role)]
     result.status.rolling_update = msgspec.structs.replace(update, updated_components=updated)
     return step.new
+
+
+def _before(view: GraphView, names: Sequence[str]) -> dict[str, int]:
+    """Return the replicas before an update that begins. If its beginning was not noted, there were
+    at least as many as are wanted. So the other generations do not shrink too early."""
+    began = any(workload.ordered for workload in view.current.values())
+    before = {name: view.targets.get(name, 0) if began else 0 for name in names}
+    others = dict.fromkeys(names, 0)
+    for workload in view.others:
+        others[workload.component] += workload.ordered
+    return {name: max(before[name], others[name]) for name in names}
 
 
 def _shrink_others(view: GraphView, result: Desired, most: Mapping[str, int]) -> None:
