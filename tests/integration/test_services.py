@@ -110,7 +110,7 @@ async def test_a_model_without_workers_is_unhealthy_and_recovers(open_service: O
 async def test_the_tokenizer_comes_from_a_worker(
     open_service: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("dynamo.services.model_watcher.find_file", lambda ref: None)
+    monkeypatch.setattr("dynamo.services.model_store.store.find_file", lambda ref: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     frontend, _ = await open_service("frontend"), await open_service("worker")
     await until_status(frontend.public_address, 200)

@@ -59,9 +59,12 @@ COMMANDS = {
     ),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
     "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
-    "pull": Command("dynamo.cli.models.files:PULL", "fetch a model from the hub"),
-    "list": Command("dynamo.cli.models.files:LIST", "list the models on this machine"),
-    "rm": Command("dynamo.cli.models.files:REMOVE", "delete a model from this machine"),
+    "store": Command(
+        "dynamo.cli.store.command:STORE", "list, fetch, check and delete models on this machine"
+    ),
+    "pull": Command("dynamo.cli.store.command:PULL", "fetch a model from the hub or a bucket"),
+    "list": Command("dynamo.cli.store.command:LIST", "list the models on this machine"),
+    "rm": Command("dynamo.cli.store.command:REMOVE", "delete a model from this machine"),
     "engines": Command(
         "dynamo.cli.models.engines", "list the engines that serve a model here, and why"
     ),

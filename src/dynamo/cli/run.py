@@ -158,7 +158,7 @@ def serve_http(
         serve,
         worker_specs,
     )
-    from dynamo.services.model_download import make_preparation
+    from dynamo.services.model_store.preparation import make_preparation
     from dynamo.telemetry.log_output import open_log_output
     from dynamo.telemetry.logs import configure_logging
 
@@ -217,9 +217,9 @@ def announce(names: Sequence[str], settings: Settings, url: str) -> None:
 def better_model_note(settings: Settings) -> str:
     """Return a line on what to expect of the default model, with a better one that fits into the
     memory. "" for another model."""
-    from dynamo.core.installation import dynamo_command, install_command
+    from dynamo.core.installation import dynamo_command
     from dynamo.inference.native.engine_sizing import available_memory_bytes
-    from dynamo.models.downloads.hub import BETTER_MODELS, has_hub_library
+    from dynamo.models.downloads.hub import BETTER_MODELS
     from dynamo.models.downloads.wheel_models import DEFAULT_MODEL
 
     computes = settings.engine.kind not in {"mock", "echo", "script", "openai"}
@@ -230,8 +230,7 @@ def better_model_note(settings: Settings) -> str:
     name = next((name for name, needed in BETTER_MODELS if free >= needed), "")
     if not name:
         return f"{text}\n"
-    install = "" if has_hub_library() else f"{install_command('hub')} && "
-    return f"{text}; a better one, from the hub: {install}{dynamo_command()} run {name}\n"
+    return f"{text}; a better one, from the hub: {dynamo_command()} run {name}\n"
 
 
 def log_announcement(names: Sequence[str], url: str) -> None:

@@ -122,7 +122,7 @@ def serve_plan(
     from dynamo.cli.progress_bar import ProgressBar
     from dynamo.services.deployment.launch import SettingsSource, serve
     from dynamo.services.deployment.plan import process_specs, with_deployment_name
-    from dynamo.services.model_download import make_preparation
+    from dynamo.services.model_store.preparation import make_preparation
     from dynamo.telemetry.log_output import open_log_output
     from dynamo.telemetry.logs import configure_logging
 

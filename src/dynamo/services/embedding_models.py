@@ -36,8 +36,9 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
 from dynamo.services.catalogue import CardKind, Catalogue
 from dynamo.services.desired_models import DesiredModels, ModelState
+from dynamo.services.model_store.store import ensure_file
 from dynamo.services.model_uses import ModelUses, close_removed_model
-from dynamo.services.model_watcher import TakeRequests, ensure_file
+from dynamo.services.model_watcher import TakeRequests
 from dynamo.telemetry.story import current_story
 
 log = logging.getLogger(__name__)
@@ -111,11 +112,7 @@ class EmbeddingModelWatcher:
     async def _open(self, card: EmbeddingCard) -> None:
         runtime = self._runtime
         component = runtime.namespace().component(EMBEDDING_COMPONENT)
-        files = await component.endpoint("files").client()
-        try:
-            file = await ensure_file(runtime, files, card.tokenizer)
-        finally:
-            await files.close()
+        file = await ensure_file(runtime, card.tokenizer)
         encoder = await runtime.clock.offload(_open_encoder, file)
 
         expected = {

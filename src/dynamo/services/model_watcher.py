@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,14 +11,11 @@ from urllib.parse import unquote
 
 from dynamo.application import Gateway, ServedModel
 from dynamo.application.gateway import MODELS_HEALTH_KEY
-from dynamo.core.context import Context
-from dynamo.core.errors import ModelUnavailable, NotFound, PlaneUnavailable, WorkerFailed
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import wait_at_most
 from dynamo.models.card import ModelCard
 from dynamo.models.chat_template import ChatTemplate
-from dynamo.models.file_cache import FileRef, find_file, store_file
 from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer
-from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
@@ -28,31 +24,10 @@ from dynamo.scheduling.router.features import only_decodes
 from dynamo.services.adapters import served_adapters
 from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers, models_prefix
 from dynamo.services.desired_models import ModelState
-from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
+from dynamo.services.model_pipeline import ModelPipeline, open_model_pipeline
+from dynamo.services.model_store.store import ensure_file
 from dynamo.services.model_uses import ModelUses, close_removed_model
 from dynamo.services.routing import ProcessRouting
-
-
-async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) -> FileRef:
-    """Have a model's file on this host: at the worker's path, in the user's cache, or copied into
-    the cache through the workers' `files` endpoint. Raises `ModelUnavailable`."""
-    offload = runtime.clock.offload
-    if await offload(find_file, ref) is not None:
-        return ref
-    reason = ""
-    for instance in list(files.instances.values()):
-        context = Context(request_id=secrets.token_hex(8))
-        try:
-            parts = await files.collect(instance, ref.sha256.encode(), context)
-        except (NotFound, WorkerFailed) as error:
-            reason = f": {error.message}"
-            continue
-        await offload(store_file, ref, b"".join(parts))
-        return ref
-    raise ModelUnavailable(
-        f"no worker serves the file {ref.name}{reason}", hint="the frontend retries"
-    )
-
 
 log = logging.getLogger(__name__)
 
@@ -211,12 +186,7 @@ class ModelWatcher:
     async def _load_text_parts(self, card: ModelCard) -> tuple[Tokenizer, ChatTemplate]:
         """Return tokenizer and template of a card that has them. Raises `ModelUnavailable`."""
         runtime = self._runtime
-        component = runtime.namespace().component(WORKER_COMPONENT)
-        files = await component.endpoint("files").client()
-        try:
-            tokenizer_file = await ensure_file(runtime, files, card.tokenizer_file)
-        finally:
-            await files.close()
+        tokenizer_file = await ensure_file(runtime, card.tokenizer_file)
         offload = runtime.clock.offload
         tokenizer = await offload(load_tokenizer, tokenizer_file, ensure_verified=True)
         return tokenizer, await offload(ChatTemplate.of, card)

@@ -29,7 +29,13 @@ from dynamo.models.embedding_model import (
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.frontend_namespaces import FrontendNamespaces
-from dynamo.services.model_download import PREPARING_REASON, ThreadSafeProgress
+from dynamo.services.model_store.preparation import (
+    PREPARING_REASON,
+    ThreadSafeProgress,
+    fetch_model_of,
+    offer_model_of,
+)
+from dynamo.services.model_store.store import open_model_store
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +67,13 @@ class WorkerService:
             runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {step}")
             log.info("preparing the model", extra={"fields": {"step": step}})
 
+        progress, with_weights = ThreadSafeProgress(report), engine_needs_weights(kind)
+        store = await open_model_store(runtime)
+        await fetch_model_of(store, settings.model.path, progress, with_weights=with_weights)
         files = await resolve_model(
-            settings.model.path,
-            ThreadSafeProgress(report),
-            with_weights=engine_needs_weights(kind),
-            clock=runtime.clock,
+            settings.model.path, progress, with_weights=with_weights, clock=runtime.clock
         )
+        await offer_model_of(store, settings.model.path, files)
         runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")
         if is_embedding_folder(files.path):
             await _serve_embeddings(runtime, files)

@@ -10,16 +10,15 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.inference.conftest import RecordingReply
 
-from dynamo.communication.requests import FlowWindow
 from dynamo.core.codec import ReplyDecoder, encode_choice, encode_request, share_group
 from dynamo.core.context import Context
-from dynamo.core.errors import NotFound, NoWorkers, ProtocolError, Unsupported
+from dynamo.core.errors import NoWorkers, ProtocolError, Unsupported
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent, Load, RequestGroup
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.worker import FILE_CHUNK_BYTES, EngineWorker, model_card_key
+from dynamo.inference.worker import EngineWorker, model_card_key
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
@@ -38,7 +37,7 @@ async def runtime():
 
 @pytest.fixture
 def content():
-    return bytes(range(256)) * (FILE_CHUNK_BYTES // 100)
+    return bytes(range(256)) * 2600
 
 
 @pytest.fixture
@@ -125,23 +124,6 @@ async def test_the_card_describes_the_engine_that_serves(runtime, worker):
     assert card.engine.num_blocks == 16_384
     await worker.close()
     assert not await runtime.discovery.get("/unit/models/")
-
-
-async def test_files_are_served_by_hash_within_the_caller_s_window(runtime, worker, card, content):
-    client = await open_client(runtime, "files")
-    window = FlowWindow(FILE_CHUNK_BYTES)
-    received = bytearray()
-
-    def receive(chunk):
-        received.extend(chunk)
-        window.release(len(chunk))
-        return True
-
-    await call(client, card.tokenizer.sha256.encode(), receive, window=window)
-    assert bytes(received) == content
-    with pytest.raises(NotFound):
-        await call(client, b"0" * 64, receive)
-    await worker.close()
 
 
 async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import sys
+import shutil
 import time
 
 import msgspec
@@ -10,13 +10,11 @@ import pytest
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.installation import install_command
 from dynamo.core.values import SamplingParams
 from dynamo.models import resolve
 from dynamo.models.card import ModelCard
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.safetensors import SINGLE_FILE
-from dynamo.models.downloads import hub
 from dynamo.models.file_cache import find_file
 from dynamo.models.metadata import metadata_from_gguf
 from dynamo.models.resolve import resolve_model, resolve_model_blocking
@@ -180,36 +178,27 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 
 
 def test_the_hint_without_hub_names_local_models(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelUnavailable, match="hub") as caught:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelUnavailable, match="offline") as caught:
         resolve_model_blocking("someone/something")
     assert "model folder" in caught.value.hint
 
 
-def test_only_hub_names_need_the_hub_library(monkeypatch, model_folder):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert resolve_model_blocking(str(model_folder), ensure_verified=False).path == model_folder
-    with pytest.raises(ModelUnavailable, match="needs the library huggingface_hub") as caught:
-        resolve_model_blocking("someone/something")
-    assert caught.value.hint == install_command("hub")
-
-
-def test_hub_models_are_folders(monkeypatch, model_folder):
-    downloads = []
-
-    def snapshot(name, **options):
-        downloads.append((name, options["allow_patterns"]))
-        return str(model_folder)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+def test_a_model_in_the_cache_of_the_hub_s_own_client_is_used(monkeypatch, tmp_path, model_folder):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "hub" / "models--someone--something"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots").mkdir()
+    shutil.copytree(model_folder, folder / "snapshots" / "abc")
     files = resolve_model_blocking("someone/something", with_weights=False, ensure_verified=False)
     assert files.build_card().name == "someone/something"
-    hub.fetch_hub_model("x", True)
-    assert downloads == [
-        ("someone/something", ["*.json", "*.jinja"]),
-        ("x", ["*.json", "*.jinja", "*.safetensors"]),
-    ]
+    assert files.path == folder / "snapshots" / "abc"
+    with pytest.raises(ModelUnavailable, match="offline"):  # no weights are there
+        resolve_model_blocking("someone/something", ensure_verified=False)
 
 
 async def test_cancellation_stops_a_download(monkeypatch):

@@ -24,7 +24,7 @@ def run_in_deployment(settings: Settings, prefix: str, job: InputJob) -> int:
         run_with_temporary_deployment,
         temporary_settings,
     )
-    from dynamo.services.model_download import make_preparation
+    from dynamo.services.model_store.preparation import make_preparation
     from dynamo.telemetry.logs import configure_logging
     from dynamo.telemetry.stderr import unblock_stderr
 

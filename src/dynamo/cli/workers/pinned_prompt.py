@@ -52,15 +52,10 @@ async def encode_pin(
     """Return the request for a worker, in the tokens of its model. Raises `ModelUnavailable`."""
     from dynamo.inference.memory.tier_control import PinRequest
     from dynamo.models.tokenization.tokenizer import load_tokenizer
-    from dynamo.services.model_watcher import ensure_file
+    from dynamo.services.model_store.store import ensure_file
 
     card = await _find_card(runtime, instance)
-    path = f"{instance.namespace}.{instance.component}.files"
-    files = await runtime.endpoint(path).client()
-    try:
-        file = await ensure_file(runtime, files, card.tokenizer_file)
-    finally:
-        await files.close()
+    file = await ensure_file(runtime, card.tokenizer_file, instance.namespace)
     tokenizer = await asyncio.to_thread(load_tokenizer, file)
     text = _render(card, prompt.text) if prompt.is_chat else prompt.text
     ids = tokenizer.encode(text)

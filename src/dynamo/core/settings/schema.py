@@ -16,7 +16,11 @@ from dynamo.core.settings.schema_cluster import (
     WorkersSettings,
 )
 from dynamo.core.settings.schema_engine import EngineSettings
-from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings
+from dynamo.core.settings.schema_models import (
+    ModelEntrySettings,
+    ModelSettings,
+    StoreSettings,
+)
 from dynamo.core.settings.schema_monitoring import AlertsSettings, LoggingSettings
 from dynamo.core.settings.schema_planner import ObserverSettings, PlannerSettings, TunerSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
@@ -309,6 +313,7 @@ class Settings(SettingsSection, frozen=True):
     decode_workers: tuple[WorkerGroupSettings, ...] = setting(
         (), "groups of workers that compute answers"
     )
+    store: StoreSettings = StoreSettings()
     record: RecordSettings = RecordSettings()
     planner: PlannerSettings = PlannerSettings()
     tuner: TunerSettings = TunerSettings()

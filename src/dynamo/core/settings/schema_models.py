@@ -87,3 +87,18 @@ MODEL_ENTRY_ALIASES = {
     "adapters": "engine.lora_modules",
 }
 """Short keys of an entry of `models` -> its setting. `engine` may be a section, too."""
+
+
+class StoreSettings(SettingsSection, frozen=True):
+    """The model store: fetched models on this machine."""
+
+    budget: int = setting(
+        0,
+        "most bytes of fetched models on this machine: those that were not used for long are "
+        "deleted for others; 0: no limit",
+        unit="bytes",
+        ge=0,
+    )
+    offline: bool = setting(
+        False, "ask no hub and no bucket for models: only this machine and peers"
+    )

@@ -1,4 +1,4 @@
-"""A worker that serves an embedding model: its endpoint `embed`, its files and its card."""
+"""A worker that serves an embedding model: its endpoint `embed` and its card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dynamo.core.codec import unpack_ids
 from dynamo.core.errors import DECODE_ERRORS, ContextLengthExceeded, InvalidRequest, ProtocolError
 from dynamo.core.tasks import run_all
 from dynamo.inference.embedding.batcher import EmbeddingBatcher
-from dynamo.inference.worker import FILE_CHUNK_BYTES, ModelFileServer
 from dynamo.models.embedding_model import (
     EMBED_ENDPOINT,
     EMBEDDING_COMPONENT,
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
     from dynamo.inference.embedding.bert import BertEncoder
     from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
+
+
+ANSWER_CHUNK_BYTES = 256 << 10
 
 
 class EmbeddingServer:
@@ -50,8 +52,6 @@ class EmbeddingServer:
         runtime.tasks.start(batcher.run(), "embedding steps")
         self._declare_metrics()
         component = runtime.namespace().component(EMBEDDING_COMPONENT)
-        files = ModelFileServer({card.tokenizer.sha256: Path(card.tokenizer.path)}, runtime.clock)
-        self._endpoints.append(await component.endpoint("files").serve(files.handle))
         capabilities = {
             "model": card.names[0],
             "dimensions": card.dimensions,
@@ -80,9 +80,9 @@ class EmbeddingServer:
         texts = await self._runtime.clock.offload(self._read_texts, request.texts)
         vectors = await self._batcher.embed(texts)
         data = memoryview(cut_vectors(vectors, request.dimensions or self._card.dimensions))
-        for start in range(0, len(data), FILE_CHUNK_BYTES):
+        for start in range(0, len(data), ANSWER_CHUNK_BYTES):
             await outgoing.wait_for_window()
-            if not outgoing.send(bytes(data[start : start + FILE_CHUNK_BYTES])):
+            if not outgoing.send(bytes(data[start : start + ANSWER_CHUNK_BYTES])):
                 return
 
     def _read_texts(self, packed: Sequence[bytes]) -> list[tuple[int, ...]]:

@@ -14,10 +14,10 @@ from dynamo.models.checkpoint.decoder_config import DecoderConfig
 from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.checkpoint.safetensors import INDEX_FILE, weight_files
 from dynamo.models.checkpoint.weights import open_weights, read_gguf_config
-from dynamo.models.downloads import hub
 from dynamo.models.embedding_model import is_embedding_folder
 from dynamo.models.file_cache import read_json
 from dynamo.models.location import locate_model
+from dynamo.models.resolve import fetch_source_model
 
 _STORED_BYTES = 2
 """Bytes of a weight in most folders, for those whose files are not here yet."""
@@ -61,7 +61,7 @@ def read_model_facts(spec: str) -> ModelFacts:
     if path is None:
         if location.kind == "wheel":
             return ModelFacts(spec, location.name, is_builtin=True)
-        path = hub.fetch_hub_model(location.name, with_weights=False)
+        path = fetch_source_model(location.source, with_weights=False)
         if not (path / "config.json").is_file():
             raise ModelUnavailable(
                 f"{location.name} has no config.json on the hub",

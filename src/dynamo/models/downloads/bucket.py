@@ -1,57 +1,41 @@
-"""Models in an S3 bucket, `s3://BUCKET/FOLDER` or `s3://BUCKET/FILE.gguf`: fetched into the cache.
+"""Buckets as sources of models: `s3://BUCKET/FOLDER` or `s3://BUCKET/FILE.gguf`, `gs://`, `az://`.
 
-Credentials and the address come from the environment, by the names that all clients of S3 use:
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others.
+Credentials and addresses come from the environment, by the names that all clients use: of S3
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others, and those of
+GOOGLE_... and AZURE_...
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from fnmatch import fnmatch
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.installation import install_command
-from dynamo.models.downloads.hub import folder_patterns
-from dynamo.models.file_cache import ProgressCallback, cache_dir, file_lock, ignore_progress
+from dynamo.models.downloads.sources import (
+    ModelSpec,
+    SourceUnavailable,
+    changed_error,
+    choose_files,
+    source_manifest,
+)
+from dynamo.models.shelf.manifest import Manifest, ManifestFile
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
 SCHEME: Final = "s3://"
-READ_BYTES: Final = 16 << 20
-"""Bytes of one read: what is lost when a download ends."""
+READ_BYTES: Final = 1 << 20
 READ_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = 5.0
 KEY_HINT: Final = "give them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _METADATA_PATH: Final = "/latest/api/token"
 """Where instances of a cloud ask for credentials if the environment has none."""
-
-
-class BucketFile(msgspec.Struct, frozen=True):
-    """An object of a model, and its place on this machine."""
-
-    key: str
-    size_bytes: int
-    changed_s: int
-    path: Path
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the file is complete and as new as the object."""
-        try:
-            stat = self.path.stat()
-        except OSError:
-            return False
-        return (stat.st_size, int(stat.st_mtime)) == (self.size_bytes, self.changed_s)
 
 
 def open_bucket(
@@ -130,98 +114,86 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].strip()
 
 
-def place_of(url: str) -> Path:
-    """Return the place of a model in the cache, fetched or not. Raises `ModelUnavailable`."""
-    parts = [part for part in url.removeprefix(SCHEME).split("/") if part]
-    if not parts or {".", ".."} & set(parts):
-        raise ModelUnavailable(f"{url} names no model", hint="write s3://BUCKET/FOLDER")
-    return cache_dir("models", "s3").joinpath(*parts)
+class BucketSource:
+    """A folder of a bucket, or a GGUF file there: `s3://`, `gs://` or `az://BUCKET/FOLDER`."""
 
+    kind = "bucket"
 
-def cached_files() -> Iterator[tuple[str, Path]]:
-    """Yield the fetched files of buckets, each with the URL of its model."""
-    root = cache_dir("models", "s3")
-    for path in sorted(root.rglob("[!.]*.*")):
-        if path.is_file():
-            model = path if path.suffix == ".gguf" else path.parent
-            yield SCHEME + model.relative_to(root).as_posix(), path
+    def __init__(self, spec: ModelSpec, *, with_weights: bool) -> None:
+        self._spec = spec
+        self._with_weights = with_weights
+        parts = [part for part in spec.name.partition("://")[2].split("/") if part]
+        if len(parts) < 1 or {".", ".."} & set(parts):
+            raise ModelUnavailable(f"{spec.name} names no model", hint="write s3://BUCKET/FOLDER")
+        self._tags: dict[str, str | None] = {}
+        with self._explained_errors():
+            self._store = self._open()
 
+    def resolve(self, known: list[Manifest]) -> Manifest:
+        del known
+        with self._explained_errors():
+            objects = [item for page in self._store.list() for item in page]
+        entries = {item["path"]: item for item in objects if "/" not in item["path"]}
+        names = choose_files(self._spec, list(entries), with_weights=self._with_weights)
+        self._tags = {name: entries[name].get("e_tag") for name in names}
+        versions = [
+            (
+                name,
+                entries[name]["size"],
+                self._tags[name] or entries[name]["last_modified"].timestamp(),
+            )
+            for name in names
+        ]
+        return source_manifest(self._spec, versions, with_weights=self._with_weights)
 
-def planned_files(url: str) -> list[BucketFile]:
-    """Return the objects of a model: the one of a GGUF URL, else weights, configuration and at last
-    the tokenizer of a folder. Raises `ModelUnavailable`."""
-    place = place_of(url)
-    folder, patterns = place, folder_patterns(with_weights=True)
-    if place.suffix == ".gguf":
-        folder, patterns = place.parent, [place.name]
-    with _explained_errors(url):
-        objects = [item for page in _open(url).list() for item in page]
-    files = [
-        BucketFile(key, item["size"], int(item["last_modified"].timestamp()), folder / key)
-        for item in objects
-        if "/" not in (key := item["path"]) and any(fnmatch(key, pattern) for pattern in patterns)
-    ]
-    if not any(file.path.suffix in {".gguf", ".safetensors"} for file in files):
-        raise ModelUnavailable(
-            f"there is no model at {url}",
-            hint="name a folder with weights in safetensors, or a file that ends in .gguf",
-        )
-    return sorted(files, key=lambda file: file.path.name == "tokenizer.json")
+    def read(
+        self, manifest: Manifest, file: ManifestFile, span: range, sink: Callable[[bytes], object]
+    ) -> None:
+        from obstore.exceptions import PreconditionError
 
+        options: dict[str, Any] = {"range": (span.start, span.stop)}
+        if tag := self._tags.get(file.path):
+            options["if_match"] = tag
+        try:
+            with self._explained_errors():
+                for chunk in self._store.get(file.path, options=options).stream(READ_BYTES):
+                    sink(bytes(chunk))
+        except PreconditionError:
+            raise changed_error(manifest, file) from None
 
-def fetch(url: str, files: list[BucketFile], progress: ProgressCallback = ignore_progress) -> Path:
-    """Fetch what is missing of a model's files, and return the folder or GGUF file. A download that
-    was interrupted is resumed. Raises `ModelUnavailable`."""
-    store = _open(url)
-    total = sum(file.size_bytes for file in files)
-    done = 0
-    for file in files:
-        with _explained_errors(url):
-            file.path.parent.mkdir(parents=True, exist_ok=True)
-            with file_lock(file.path.with_name(f".{file.path.name}.lock")):
-                for here in _fetch_file(store, file):
-                    progress(f"fetching {url}", done + here, total)
-        done += file.size_bytes
-    return place_of(url)
+    def _open(self) -> Any:
+        """Open the folder of the model's URL."""
+        url = self._spec.name
+        folder = url.rpartition("/")[0] if url.endswith(".gguf") else url
+        if url.startswith(SCHEME):
+            return open_bucket(
+                folder,
+                timeout_s=READ_TIMEOUT_S,
+                connect_s=CONNECT_TIMEOUT_S,
+                retry_s=READ_TIMEOUT_S,
+            )
+        try:
+            from obstore.store import from_url
+        except ImportError as error:
+            what, hint = "an object store needs the package obstore", install_command("s3")
+            raise ConfigError(what, hint=hint) from error
+        return from_url(folder)
 
-
-def _fetch_file(store: S3Store, file: BucketFile) -> Iterator[int]:
-    """Append what is missing to the part of this version of the object, then rename it. Yields
-    the bytes that are here."""
-    if file.is_here:
-        return
-    part = file.path.with_name(f".{file.path.name}.{file.changed_s}.{file.size_bytes}.part")
-    with part.open("ab") as target:
-        while (start := target.tell()) < file.size_bytes:
-            yield start
-            end = min(start + READ_BYTES, file.size_bytes)
-            target.write(memoryview(store.get_range(file.key, start=start, end=end)))
-    os.utime(part, (file.changed_s, file.changed_s))
-    part.rename(file.path)
-    yield file.size_bytes
-
-
-def _open(url: str) -> S3Store:
-    """Open the folder of a model's URL."""
-    folder = url.rpartition("/")[0] if url.endswith(".gguf") else url
-    try:
-        return open_bucket(
-            folder, timeout_s=READ_TIMEOUT_S, connect_s=CONNECT_TIMEOUT_S, retry_s=READ_TIMEOUT_S
-        )
-    except ConfigError as error:
-        raise ModelUnavailable(error.message, hint=error.hint) from error
-
-
-@contextmanager
-def _explained_errors(url: str) -> Iterator[None]:
-    """Raise the errors of the library and of the disk as `ModelUnavailable`."""
-    try:
-        yield
-    except ModelUnavailable:
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno:
-            raise ModelUnavailable(f"{url} cannot be stored: {error.strerror}") from error
-        again = "check the network, and repeat the command: it resumes"
-        what, hint = find_access_problem(url, error) or (first_line(error), again)
-        raise ModelUnavailable(f"{url} cannot be fetched: {what}", hint=hint) from error
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """Raise the errors of the library as `ModelUnavailable`."""
+        url = self._spec.name
+        try:
+            yield
+        except ModelUnavailable:
+            raise
+        except ConfigError as error:
+            raise ModelUnavailable(error.message, hint=error.hint) from error
+        except Exception as error:
+            if type(error).__name__ == "PreconditionError":
+                raise
+            again = "check the network, and repeat the command: it resumes"
+            problem = find_access_problem(url, error)
+            what, hint = problem or (first_line(error), again)
+            kind = ModelUnavailable if problem else SourceUnavailable
+            raise kind(f"{url} cannot be fetched: {what}", hint=hint) from error

@@ -1,109 +1,233 @@
-"""Downloads from the Hugging Face hub, through its client library and cache."""
+"""The Hugging Face hub as a source, or a mirror of it: HF_ENDPOINT, HF_TOKEN."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
+from contextlib import suppress
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
-from typing import Any
+from time import time
+from typing import IO, Any
+from urllib.error import HTTPError
+from urllib.parse import quote, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.installation import install_command
+from dynamo.core.redaction import remember_secrets
+from dynamo.models.downloads.sources import (
+    MAIN,
+    ModelSpec,
+    SourceBusy,
+    SourceUnavailable,
+    changed_error,
+    choose_files,
+)
+from dynamo.models.shelf.manifest import Manifest, ManifestFile
 
 BETTER_MODELS = (("Qwen/Qwen3-4B", 20e9), ("Qwen/Qwen3-1.7B", 9e9), ("Qwen/Qwen3-0.6B", 4e9))
 """Models that know more than the default one, and the free memory that each needs in float32."""
-ANSWER_TIMEOUT_S = 10.0
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_METADATA_PATTERNS = ["*.json", "*.jinja"]
-_IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
+DEFAULT_ENDPOINT = "https://huggingface.co"
+ANSWER_TIMEOUT_S = 20.0
+READ_BYTES = 1 << 18
+MAX_INFO_BYTES = 32 << 20
+MAX_SMALL_BYTES = 64 << 20
+"""A larger file must have a SHA-256 on the hub."""
+DEFAULT_WAIT_S = 30.0
+MAX_WAIT_S = 600.0
+_PARTIAL, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _BUSY, _UNAVAILABLE = 206, 401, 403, 404, 429, 503
 
 
-def is_hub_name(spec: str) -> bool:
-    """Whether `spec` has the form `model` or `organisation/model`."""
-    return _HUB_NAME.fullmatch(spec) is not None and not spec.startswith(".")
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects. The token goes to the hub's own host only."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            request.remove_header("Authorization")
+        return request
 
 
-def has_hub_library() -> bool:
-    """Whether the library that fetches models of the hub is installed."""
-    return find_spec("huggingface_hub") is not None
+class HubSource:
+    """A repository on the hub, at one revision."""
 
+    kind = "hub"
 
-def check_hub_library(name: str) -> None:
-    """Raise `ModelUnavailable` if the library that fetches the hub model `name` is missing."""
-    if not has_hub_library():
-        raise ModelUnavailable(
-            f"there is no file or folder {name}, and a model of the hub needs the library "
-            "huggingface_hub, which is not installed",
-            hint=install_command("hub"),
+    def __init__(self, spec: ModelSpec, *, with_weights: bool) -> None:
+        self._spec = spec
+        self._with_weights = with_weights
+        self._endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+        self._token = _read_token()
+        remember_secrets((self._token,) if self._token else ())
+        self._small: dict[str, bytes] = {}
+        self._opener = build_opener(_Redirects)
+
+    def resolve(self, known: list[Manifest]) -> Manifest:
+        name, spec = self._spec.repository, self._spec
+        path = f"/api/models/{name}/revision/{quote(spec.revision, safe='')}?blobs=true"
+        with self._open(path) as response:
+            data = response.read(MAX_INFO_BYTES)
+        try:
+            info = json.loads(data)
+            commit = str(info["sha"])
+            entries = {str(entry["rfilename"]): entry for entry in info.get("siblings") or ()}
+            names = choose_files(spec, list(entries), with_weights=self._with_weights)
+            for manifest in known:
+                if (manifest.commit, manifest.with_weights) == (commit, self._with_weights):
+                    return manifest
+            files = tuple(self._describe(commit, name, entries[name]) for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceUnavailable(
+                f"{name} cannot be fetched from the hub: the answer of {self._endpoint} is not "
+                "that of a hub",
+                hint="is HF_ENDPOINT a mirror of the hub? repeat the command: it resumes",
+            ) from error
+        return Manifest(spec.name, commit, files, self._endpoint, with_weights=self._with_weights)
+
+    def read(
+        self, manifest: Manifest, file: ManifestFile, span: range, sink: Callable[[bytes], object]
+    ) -> None:
+        if file.path in self._small:
+            sink(self._small[file.path][span.start : span.stop])
+            return
+        with self._open(self._address(manifest.commit, file.path), span) as response:
+            size = response.headers.get("Content-Range", "").rpartition("/")[2]
+            if size.isdigit() and int(size) != file.size_bytes:
+                raise changed_error(manifest, file)
+            self._pass_on(response, span, sink)
+
+    def _pass_on(
+        self, response: HTTPResponse, span: range, sink: Callable[[bytes], object]
+    ) -> None:
+        """Read an answer's body, which may break off behind its first bytes."""
+        skipped = 0 if response.status == _PARTIAL else span.start
+        left, got = len(span), False
+        try:
+            while left and (chunk := response.read1(READ_BYTES)):
+                chunk, skipped = chunk[skipped:], max(0, skipped - len(chunk))
+                sink(chunk[:left])
+                left, got = left - len(chunk[:left]), got or bool(chunk)
+        except (OSError, HTTPException) as error:
+            if not got:
+                raise self._unreachable_error(error) from error
+        if not got:
+            raise self._unreachable_error("the answer has no content")
+
+    def _describe(self, commit: str, path: str, entry: dict[str, Any]) -> ManifestFile:
+        """Return a file with its hash. A file without one on the hub is small and read now."""
+        size, lfs = int(entry.get("size") or 0), entry.get("lfs")
+        if isinstance(lfs, dict) and lfs.get("sha256"):
+            return ManifestFile(path, int(lfs.get("size") or size), str(lfs["sha256"]))
+        with self._open(self._address(commit, path)) as response:
+            content = response.read(MAX_SMALL_BYTES + 1)
+        oid = hashlib.sha1(b"blob %d\0" % len(content), usedforsecurity=False)
+        oid.update(content)
+        if len(content) > MAX_SMALL_BYTES or oid.hexdigest() != entry.get(
+            "blobId", oid.hexdigest()
+        ):
+            raise SourceUnavailable(
+                f"{path} of {self._spec.name} arrived damaged", hint="try again"
+            )
+        self._small[path] = content
+        return ManifestFile(path, len(content), hashlib.sha256(content).hexdigest())
+
+    def _address(self, commit: str, path: str) -> str:
+        return f"/{self._spec.repository}/resolve/{commit}/{quote(path)}"
+
+    def _open(self, path: str, span: range | None = None) -> HTTPResponse:
+        """Send a request. Raises `SourceBusy`, `SourceUnavailable` and `ModelUnavailable`."""
+        headers = {"User-Agent": "dynamo"}
+        if span is not None:
+            headers["Range"] = f"bytes={span.start}-{span.stop - 1}"
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            request = Request(self._endpoint + path, headers=headers)  # noqa: S310
+            response: HTTPResponse = self._opener.open(request, timeout=ANSWER_TIMEOUT_S)
+        except HTTPError as error:
+            with error:
+                raise self._explain(error, path) from error
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._unreachable_error(error) from error
+        return response
+
+    def _unreachable_error(self, error: object) -> SourceUnavailable:
+        reason = getattr(error, "reason", error)
+        return SourceUnavailable(
+            f"there is no file or folder {self._spec.name!r}, and the hub cannot be reached at "
+            f"{self._endpoint}: {reason}",
+            hint="check the network, or give the path of a model folder or GGUF file",
+        )
+
+    def _explain(self, error: HTTPError, path: str) -> ModelUnavailable:
+        """Return the error for an answer of the hub that is none of 2xx."""
+        name, status = self._spec.repository, error.code
+        code = error.headers.get("X-Error-Code", "")
+        if status in {_BUSY, _UNAVAILABLE}:
+            return SourceBusy(
+                f"the hub has no time for {name} ({status})", retry_after_s=_wait_s(error.headers)
+            )
+        if code == "GatedRepo" or (status == _FORBIDDEN and self._token):
+            return ModelUnavailable(
+                f"{name} is gated, or the token may not read it",
+                hint=f"accept its licence at {self._endpoint}/{name} and set HF_TOKEN",
+            )
+        if status == _UNAUTHORIZED and self._token:
+            return ModelUnavailable(
+                f"the hub refuses the token for {name}",
+                hint=f"make a new one at {self._endpoint}/settings/tokens and set HF_TOKEN",
+            )
+        if code == "RevisionNotFound" or (status == _NOT_FOUND and "/resolve/" in path):
+            revision = self._spec.revision
+            what = path.rpartition("/")[2] if "/resolve/" in path else f"the revision {revision}"
+            return ModelUnavailable(
+                f"{name} has not, or no longer, {what}",
+                hint=f"the revisions are listed at {self._endpoint}/{name}/commits/{MAIN}",
+            )
+        if status in {_NOT_FOUND, _UNAUTHORIZED}:
+            return ModelUnavailable(
+                f"there is no file, folder or hub model {name!r}",
+                hint="check the spelling; a private model needs HF_TOKEN",
+            )
+        return SourceUnavailable(
+            f"{name} cannot be fetched from the hub: {self._endpoint} answers {status}",
+            hint="check the network, and repeat the command: it resumes",
         )
 
 
-def folder_patterns(*, with_weights: bool) -> list[str]:
-    """Return the patterns of the files of a model folder."""
-    return [*_METADATA_PATTERNS, "*.safetensors"] if with_weights else _METADATA_PATTERNS
+def _wait_s(headers: Message) -> float:
+    """Return how long a busy hub asks to wait."""
+    text = headers.get("Retry-After", "")
+    limit = re.search(r"\bt=(\d+)", headers.get("RateLimit", ""))
+    wait = DEFAULT_WAIT_S
+    if text.isdigit() or limit:
+        wait = float(text if text.isdigit() else limit[1] if limit else 0)
+    elif text:
+        with suppress(ValueError, TypeError):
+            wait = parsedate_to_datetime(text).timestamp() - time()
+    return min(max(wait, 0.1), MAX_WAIT_S)
 
 
-def fetch_hub_model(name: str, with_weights: bool) -> Path:
-    """Return the folder of a hub model, fetched or cached. Raises as `fetch_files`."""
-    return Path(fetch_files(name, folder_patterns(with_weights=with_weights)))
+def _read_token() -> str:
+    """Return the user's token from where the hub's own client has it, or ""."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if not token:
+        path = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").expanduser()
+        with suppress(OSError):
+            token = path.read_text()
+    return token.strip()
 
 
-def fetch_files(name: str, patterns: list[str], **options: Any) -> Any:
-    """Return the folder of a repository with the files that `patterns` name.
-
-    The client resumes downloads and shows progress bars. Raises `ModelUnavailable`.
-    """
-    from huggingface_hub import snapshot_download
-
-    options |= {"allow_patterns": patterns, "ignore_patterns": _IGNORED_PATTERNS}
-    with _explained_errors(name):
-        return snapshot_download(name, **options)
-
-
-def list_files(name: str) -> list[str]:
-    """Return the names of a repository's files. Raises `ModelUnavailable`."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    with _explained_errors(name):
-        try:  # not `list_repo_files`, which asks an unreachable hub six times within 23 s
-            info = HfApi().model_info(name, timeout=ANSWER_TIMEOUT_S)
-        except HfHubHTTPError:
-            raise
-        except Exception as error:  # the hub has not answered
-            raise LocalEntryNotFoundError(str(error)) from error
-        return [file.rfilename for file in info.siblings or ()]
-
-
-@contextmanager
-def _explained_errors(name: str) -> Iterator[None]:
-    """Raise the errors of the client as `ModelUnavailable`."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError as error:
-        raise ModelUnavailable(
-            f"{name} is gated", hint="accept its licence on the hub and set HF_TOKEN"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelUnavailable(
-            f"there is no file, folder or hub model {name!r}",
-            hint="check the spelling; a private model needs HF_TOKEN",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ModelUnavailable(
-            f"there is no file or folder {name!r}, and the hub cannot be reached",
-            hint="check the network, or give the path of a model folder or GGUF file",
-        ) from error
-    except Exception as error:
-        raise ModelUnavailable(
-            f"{name} cannot be fetched from the hub: {error}",
-            hint="check the network and the free disk space, and repeat the command: it resumes",
-        ) from error
+def hub_home() -> Path:
+    """Return the folder of the hub's own client, which need not exist."""
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "huggingface"

@@ -1,131 +1,65 @@
-"""Fetched models on this machine: those of the hub, in the cache of its client library, and those
-of buckets.
-
-A folder is named as on the hub, a GGUF file of a repository `ORGANISATION/NAME:QUANTISATION`.
-"""
+"""Fetched models on this machine: on the shelf, and in the cache of the hub's own client, which is
+only read."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from dynamo.models.downloads.hub import hub_home
+from dynamo.models.downloads.sources import ModelSpec, quantization_of
+from dynamo.models.shelf.shelf import Shelf
 
-from dynamo.core.errors import ModelUnavailable
-from dynamo.models.downloads import bucket, hub
-
-_PREFIX = re.compile(r"(https?://)?(hf\.co|huggingface\.co)/")
-_PART = r"(-\d{5}-of-\d{5})?"
-_QUANTIZATION = re.compile(rf"[-.]([A-Za-z0-9_]+){_PART}\.gguf\Z")
+_INDEX = "model.safetensors.index.json"
 
 
-class StoredModel(msgspec.Struct, frozen=True):
-    """A model on this machine by the name that `dynamo run` takes, with its size and files."""
-
-    name: str
-    size_bytes: int
-    files: tuple[Path, ...]
-
-
-def plain_hub_name(spec: str) -> str:
-    """Return a name of the hub without `hf.co/`, or another spec unchanged."""
-    return _PREFIX.sub("", spec, count=1).rstrip("/") if _PREFIX.match(spec) else spec
-
-
-def is_file_name(spec: str) -> bool:
-    """Whether `spec` names a GGUF file of a repository by its quantisation."""
-    name, colon, quantization = spec.partition(":")
-    return bool(colon and quantization.isidentifier() and "/" in name and hub.is_hub_name(name))
+def find_stored(spec: ModelSpec, *, with_weights: bool = True) -> Path | None:
+    """Return the folder or GGUF file of a model that is whole on this machine. Blocks."""
+    model = Shelf().find(spec.name, spec.revision, with_weights=with_weights)
+    if model is not None:
+        return model.path
+    if "://" in spec.name:
+        return None
+    folder = _hub_cache() / f"models--{spec.repository.replace('/', '--')}"
+    with suppress(OSError):
+        commit = spec.revision
+        if (folder / "refs" / commit).is_file():
+            commit = (folder / "refs" / commit).read_text().strip()
+        return _find_in_snapshot(folder / "snapshots" / commit, spec, with_weights=with_weights)
+    return None
 
 
-def stored_file(spec: str) -> Path | None:
-    """Return the GGUF file, or the first of its parts, if it is on this machine."""
-    name, _, quantization = spec.partition(":")
-    files = (path for repository, path in _cached_files() if repository == name)
-    return next((path for path in files if _has_quantization(path.name, quantization)), None)
+def cached_models() -> Iterator[tuple[str, int]]:
+    """Yield the names and sizes of the models in the cache of the hub's own client. Blocks."""
+    for folder in sorted(_hub_cache().glob("models--*")):
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        sizes: dict[str, int] = {}
+        for path in (folder / "snapshots").glob("*/**/*"):
+            kind = quantization_of(path.name)
+            if path.suffix in {".gguf", ".safetensors"} and path.is_file():
+                full = f"{name}:{kind}" if kind else name
+                sizes[full] = sizes.get(full, 0) + path.stat().st_size
+        yield from sizes.items()
 
 
-def stored_models() -> list[StoredModel]:
-    """Return the models on this machine that were fetched from the hub and from buckets."""
-    models: dict[str, list[Path]] = {}
-    for name, path in _cached_files():
-        match = _QUANTIZATION.search(path.name)
-        models.setdefault(f"{name}:{match[1]}" if match else name, []).append(path)
-    for url, path in bucket.cached_files():
-        models.setdefault(url, []).append(path)
-    return [
-        StoredModel(name, sum(path.stat().st_size for path in paths), tuple(paths))
-        for name, paths in sorted(models.items())
-        if any(path.suffix in {".gguf", ".safetensors"} for path in paths)
-    ]
+def _find_in_snapshot(folder: Path, spec: ModelSpec, *, with_weights: bool) -> Path | None:
+    if spec.quantization:
+        paths = sorted(folder.rglob("*.gguf")) if folder.is_dir() else []
+        files = [path for path in paths if quantization_of(path.name) == spec.quantization]
+        return files[0] if files and all(path.exists() for path in files) else None
+    needed = {"config.json", "tokenizer.json"}
+    if with_weights:
+        needed.add("model.safetensors")
+        if (folder / _INDEX).is_file():
+            needed.remove("model.safetensors")
+            needed |= set(json.loads((folder / _INDEX).read_bytes()).get("weight_map", {}).values())
+    return folder if all((folder / name).is_file() for name in needed) else None
 
 
-def remove_model(model: StoredModel) -> None:
-    """Delete the files of a model, and what the library keeps of them."""
-    for path in model.files:
-        content = path.resolve()
-        path.unlink(missing_ok=True)
-        content.unlink(missing_ok=True)
-
-
-def planned_files(spec: str) -> Sequence[Any]:
-    """Return what `fetch` would fetch, with sizes (`DryRunFileInfo`). Raises `ModelUnavailable`."""
-    name, patterns = spec.partition(":")[0], _patterns(spec)
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-
-    disable_progress_bars()
-    try:
-        files: Sequence[Any] = hub.fetch_files(name, patterns, dry_run=True)
-    finally:
-        enable_progress_bars()
-    return files
-
-
-def fetch(spec: str) -> Path:
-    """Fetch a model. A download that was interrupted is resumed. Raises `ModelUnavailable`."""
-    folder = Path(hub.fetch_files(spec.partition(":")[0], _patterns(spec)))
-    return stored_file(spec) or folder
-
-
-def _patterns(spec: str) -> list[str]:
-    """Return the patterns of the files of a model. Raises `ModelUnavailable` if the repository has
-    none of this quantisation, or only GGUF files of which none is named."""
-    name, _, quantization = spec.partition(":")
-    hub.check_hub_library(name)
-    names = hub.list_files(name)
-    files = [file for file in names if file.endswith(".gguf")]
-    chosen = [file for file in files if _has_quantization(file, quantization)]
-    if quantization and chosen:
-        return chosen
-    if not quantization and any(file.endswith(".safetensors") for file in names):
-        return hub.folder_patterns(with_weights=True)
-    kinds = sorted({match[1] for file in files if (match := _QUANTIZATION.search(file))})
-    problem = f"no GGUF file of {quantization}" if quantization else "no weights in safetensors"
-    raise ModelUnavailable(
-        f"{name} has {problem}",
-        hint=f"name one of its files: {name}:{kinds[0]}; it has {', '.join(kinds)}"
-        if kinds
-        else "",
-    )
-
-
-def _has_quantization(file: str, quantization: str) -> bool:
-    match = _QUANTIZATION.search(file)
-    return match is not None and match[1].lower() == quantization.lower()
-
-
-def _cached_files() -> Iterator[tuple[str, Path]]:
-    """Yield the files of the newest revision of each repository in the library's cache, with its
-    name."""
-    if not hub.has_hub_library():
-        return
-    from huggingface_hub import constants
-
-    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
-        revisions = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
-        name = repository.name.removeprefix("models--").replace("--", "/")
-        for path in sorted(revisions[-1].rglob("*")) if revisions else ():
-            if path.is_file():
-                yield name, path
+def _hub_cache() -> Path:
+    """Return the folder of the hub's own client, which need not exist."""
+    named = os.environ.get("HF_HUB_CACHE")
+    return Path(named).expanduser() if named else hub_home() / "hub"

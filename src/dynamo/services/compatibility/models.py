@@ -31,6 +31,7 @@ from dynamo.runtime.compatibility.objects import (
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.service_model import ServiceModelRecord, service_model_key
 from dynamo.services.frontend_namespaces import FrontendNamespaces
+from dynamo.services.model_store.store import open_model_store
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ class TokenModel:
             max_num_seqs=config.max_num_seqs or 0,
             num_blocks=config.total_kv_blocks or 0,
         )
+        (await open_model_store(runtime)).offer_file(self._card.tokenizer_file)
         worker = EngineWorker(engine, self._card)
         try:
             await worker.attach(runtime)

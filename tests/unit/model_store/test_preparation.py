@@ -1,4 +1,4 @@
-"""Download of several models before the workers of a deployment start."""
+"""Fetching of several models before the workers of a deployment start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
-from dynamo.services import model_download
-from dynamo.services.model_download import make_preparation
+from dynamo.services.model_store import preparation
+from dynamo.services.model_store.preparation import make_preparation
 
 
 def workers(*paths: str) -> list[Settings]:
@@ -25,14 +25,14 @@ def workers(*paths: str) -> list[Settings]:
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is on this host but `here`."""
     monkeypatch.setattr(
-        model_download,
+        preparation,
         "locate_model",
         lambda path: SimpleNamespace(path="/here" if path == "here" else None),
     )
 
 
 def use_downloads(monkeypatch: pytest.MonkeyPatch, fetch: Any) -> None:
-    monkeypatch.setattr("dynamo.models.resolve.resolve_model_blocking", fetch)
+    monkeypatch.setattr(preparation, "resolve_model_blocking", fetch)
 
 
 async def prepare(*paths: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""`dynamo store`: the fetched models on this machine."""

@@ -1,0 +1,223 @@
+"""Fetching of a model by one process: from its source to the shelf."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Lock, Thread
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.downloads.bucket import BucketSource
+from dynamo.models.downloads.hub import HubSource
+from dynamo.models.downloads.sources import (
+    BUCKET_SCHEMES,
+    FOLDER_SCHEME,
+    FolderSource,
+    ModelSpec,
+    Source,
+    SourceBusy,
+    SourceUnavailable,
+)
+from dynamo.models.file_cache import ProgressCallback, ignore_progress
+from dynamo.models.shelf.partial import PartialModel
+from dynamo.models.shelf.shelf import Shelf, ShelfModel
+
+READ_THREADS = 3
+"""Pieces that one process reads from a source at a time."""
+MAX_ATTEMPTS = 6
+"""Attempts in a row to read from a source without a byte."""
+FIRST_DELAY_S = 0.5
+LOCK_POLL_S = 0.2
+
+
+def open_source(spec: ModelSpec, *, with_weights: bool = True) -> Source:
+    """Return the source of a model, without I/O. Raises `ModelUnavailable`."""
+    if spec.name.startswith(BUCKET_SCHEMES):
+        return BucketSource(spec, with_weights=with_weights)
+    if spec.name.startswith(FOLDER_SCHEME):
+        return FolderSource(spec, with_weights=with_weights)
+    return HubSource(spec, with_weights=with_weights)
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask sources: HF_HUB_OFFLINE."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
+
+
+def offline_error(spec: ModelSpec) -> ModelUnavailable:
+    """Return the error for a model that is not here and may not be fetched from its source."""
+    return ModelUnavailable(
+        f"{spec.name} is not on this machine, and the model store is offline",
+        hint="give the path of a model folder, or unset store.offline and HF_HUB_OFFLINE",
+    )
+
+
+def fetch_piece(partial: PartialModel, source: Source, number: int, stopped: Event) -> int:
+    """Read a piece from its source and store it, until `stopped` is set. Returns the bytes that
+    were read now. Blocks. Raises `SourceBusy` at once, and `ModelUnavailable`."""
+    piece = partial.manifest.pieces[number]
+    file = partial.manifest.files[piece.file]
+    path, fetched, attempts = partial.head_path(number), 0, 0
+    with partial.storage_errors():
+        head = path.open("a+b", buffering=0)
+
+    def store(data: bytes) -> None:
+        _check(stopped)
+        with partial.storage_errors():
+            head.write(data)
+
+    with head:
+        while (have := os.fstat(head.fileno()).st_size) < piece.size_bytes:
+            span = range(piece.start + have, piece.start + piece.size_bytes)
+            try:
+                source.read(partial.manifest, file, span, store)
+            except SourceBusy:
+                raise
+            except SourceUnavailable:
+                attempts += 1
+                if attempts >= MAX_ATTEMPTS:
+                    raise
+                if stopped.wait(FIRST_DELAY_S * 2**attempts):
+                    raise stopped_error() from None
+            if grown := os.fstat(head.fileno()).st_size - have:
+                fetched, attempts = fetched + grown, 0
+        head.seek(0)
+        content = head.read()
+    path.unlink(missing_ok=True)
+    try:
+        partial.write(number, content)
+    except ValueError as error:
+        raise ModelUnavailable(f"{file.path} of {partial.manifest.name} arrived damaged") from error
+    return fetched
+
+
+def stopped_error() -> ModelUnavailable:
+    """Return the error of a download that was stopped."""
+    return ModelUnavailable("the download was stopped")
+
+
+def _check(stopped: Event) -> None:
+    if stopped.is_set():
+        raise stopped_error()
+
+
+class _SourceReader:
+    """Reads pieces from a source in several threads, which wait together while it is busy."""
+
+    def __init__(
+        self, partial: PartialModel, source: Source, progress: ProgressCallback, stopped: Event
+    ) -> None:
+        self._partial = partial
+        self._source = source
+        self._progress = progress
+        self._stopped = stopped
+        self._busy = Lock()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Fetch all that is missing. The first error stops all threads."""
+        partial = self._partial
+        missing = [
+            piece.number for piece in partial.manifest.pieces if piece.number not in partial.digests
+        ]
+        self._missing = deque(missing)
+        threads = [Thread(target=self._fetch_all, daemon=True) for _ in range(READ_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not self._stopped.is_set():
+                thread.join(LOCK_POLL_S)
+        if self._error is not None:
+            raise self._error
+        _check(self._stopped)
+
+    def _fetch_all(self) -> None:
+        try:
+            while self._missing and not self._stopped.is_set():
+                with suppress(IndexError):  # another thread was faster
+                    self._fetch(self._missing.popleft())
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            self._error = self._error or error
+            self._stopped.set()
+
+    def _fetch(self, number: int) -> None:
+        while True:
+            with self._busy:  # a thread may wait for all
+                _check(self._stopped)
+            try:
+                fetch_piece(self._partial, self._source, number, self._stopped)
+                break
+            except SourceBusy as error:
+                with self._busy:
+                    self._progress(error.message, 0, 0)
+                    self._stopped.wait(error.retry_after_s)
+        manifest = self._partial.manifest
+        self._progress(f"fetching {manifest.name}", self._partial.done_bytes, manifest.size_bytes)
+
+
+def fetch_alone(
+    spec: ModelSpec,
+    shelf: Shelf,
+    progress: ProgressCallback = ignore_progress,
+    stopped: Event | None = None,
+    *,
+    with_weights: bool = True,
+) -> ShelfModel:
+    """Return a model on the shelf, fetched from its source if it is not there. Blocks until
+    `stopped` is set. Raises `ModelUnavailable`."""
+    stopped = stopped or Event()
+    if (model := shelf.find(spec.name, spec.revision, with_weights=with_weights)) is not None:
+        return model
+    if is_offline():
+        raise offline_error(spec)
+    with locked_model(shelf, spec, stopped):
+        if (model := shelf.find(spec.name, spec.revision, with_weights=with_weights)) is not None:
+            return model
+        return fetch_from_source(spec, shelf, progress, stopped, with_weights=with_weights)
+
+
+def fetch_from_source(
+    spec: ModelSpec,
+    shelf: Shelf,
+    progress: ProgressCallback,
+    stopped: Event,
+    *,
+    with_weights: bool = True,
+    on_start: Callable[[PartialModel], None] = lambda _: None,
+) -> ShelfModel:
+    """Fetch what the revision means now. The caller holds the model's lock. `on_start` is called
+    before the first byte of a piece."""
+    source = open_source(spec, with_weights=with_weights)
+    while True:
+        try:
+            manifest = source.resolve(shelf.started(spec.name))
+            break
+        except SourceBusy as error:
+            progress(error.message, 0, 0)
+            if stopped.wait(error.retry_after_s):
+                raise stopped_error() from None
+    commit = manifest.commit
+    if (model := shelf.find(spec.name, commit, with_weights=with_weights)) is not None:
+        shelf.name_commit(model.manifest, spec.revision)
+        return model
+    partial = shelf.open_partial(manifest, progress)
+    try:
+        on_start(partial)
+        _SourceReader(partial, source, progress, stopped).run()
+        return shelf.finish(partial, spec.revision, progress)
+    finally:
+        partial.close()
+
+
+@contextmanager
+def locked_model(shelf: Shelf, spec: ModelSpec, stopped: Event) -> Iterator[None]:
+    """Hold the lock of a model's fetch. Another process of this machine is waited for."""
+    while True:
+        with shelf.lock_model(spec.name) as is_own:
+            if is_own:
+                yield
+                return
+        if stopped.wait(LOCK_POLL_S):
+            raise stopped_error()

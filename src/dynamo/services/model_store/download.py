@@ -1,0 +1,368 @@
+"""A download of one model by a process: from peers, and by one of all processes from its source."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from threading import Event
+from typing import Any
+
+from msgspec.structs import replace
+
+from dynamo.core.errors import DynamoError, ModelUnavailable, Overloaded, PlaneUnavailable
+from dynamo.core.tasks import BackgroundTasks, wait_at_most
+from dynamo.models.downloads.fetching import fetch_piece, offline_error, open_source
+from dynamo.models.downloads.sources import ModelSpec, Source, SourceBusy, SourceUnavailable
+from dynamo.models.file_cache import ProgressCallback, ignore_progress
+from dynamo.models.shelf.manifest import Manifest
+from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
+from dynamo.models.shelf.shelf import ShelfModel
+from dynamo.services.model_store.daemon_thread import run_in_daemon
+from dynamo.services.model_store.files import OfferedModel, offer_partial, offer_whole
+from dynamo.services.model_store.metrics import FETCHED, PEER
+from dynamo.services.model_store.records import PeerRecords, StoreRecord, model_key, store_prefix
+from dynamo.services.model_store.scheduler import SOURCE, PieceScheduler
+from dynamo.services.model_store.store import ModelStore
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 0.25
+"""Time after the announcement in which others that begin at the same time are seen."""
+STEP_S = 0.05
+LOCK_POLL_S = 0.2
+CALL_TIMEOUT_S = 10.0
+HASHING_TIMEOUT_S = 600.0
+"""A peer hashes a folder that it serves in its place when the folder is first asked for."""
+FAILURE_SHOWN_S = 1.0
+"""A failure stays in discovery for this time, so that all who wait have its reason."""
+RETRY_AFTER_S = 30.0
+PEERS_ONLY = "from peers only"
+
+
+class Download:
+    """Fetches a model to the shelf, of which the caller holds the lock. Without a `source` only
+    peers are asked."""
+
+    def __init__(
+        self,
+        store: ModelStore,
+        spec: ModelSpec,
+        progress: ProgressCallback,
+        *,
+        with_weights: bool,
+        source: Source | None,
+    ) -> None:
+        self._store = store
+        self._spec = spec
+        self._key = key = model_key(spec, with_weights=with_weights)
+        self._with_weights = with_weights
+        self._progress = progress
+        self._source = source
+        self._source_manifest: Manifest | None = None
+        self._source_asked_at = 0.0
+        self._clock = store.runtime.clock
+        self._tasks = BackgroundTasks(on_failure=self._on_failure)
+        own = StoreRecord("fetching", is_store=store.is_store, reason="" if source else PEERS_ONLY)
+        self._records = PeerRecords(store.runtime, key, own)
+        self._error = offline_error(spec)
+        self._failure: BaseException | None = None
+        self._left_out: dict[str, str] = {}
+        self._peer_digests: dict[str, dict[int, bytes]] = {}
+        self._peer_tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._stopped = Event()
+        self._partial: PartialModel | None = None
+        self._offer: OfferedModel
+        self._scheduler = PieceScheduler((), store.runtime.rng)
+
+    async def run(self) -> ShelfModel:
+        """Return the model when it is whole. Raises `ModelUnavailable`."""
+        try:
+            return await self._run()
+        except ModelUnavailable as error:
+            await self._announce_failure(error)
+            raise
+        finally:
+            self._stopped.set()
+            await self._tasks.close()
+            if self._partial is not None:
+                self._partial.close()
+
+    async def _run(self) -> ShelfModel:
+        records = self._records
+        await records.announce()
+        self._tasks.start(records.follow(), "records of the model store")
+        await records.known.wait()
+        if not records.is_led():
+            await self._clock.sleep(SETTLE_S)
+        while self._partial is None:
+            if (manifest := await self._find_manifest()) is None:
+                await self._wait()
+            else:
+                self._partial = await self._start(manifest)
+        while not self._partial.is_complete:
+            await self._step(self._partial)
+        return await self._finish(self._partial)
+
+    async def _wait(self) -> None:
+        """Wait for changes. Raises what ends this download."""
+        if self._failure is not None:
+            raise self._failure
+        self._records.check_hope(tuple(self._left_out), self._error)
+        self._records.changed.clear()
+        await wait_at_most(self._records.changed.wait(), STEP_S)
+
+    async def _find_manifest(self) -> Manifest | None:
+        """Take the manifest of a peer, or ask the source if that is up to this process."""
+        others = self._records.others
+        for peer in sorted(self._ready_peers(), key=lambda peer: not others[peer].commit):
+            timeout_s = CALL_TIMEOUT_S if others[peer].commit else HASHING_TIMEOUT_S
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._store.read_manifest(peer, self._key)
+            except (DynamoError, TimeoutError) as error:
+                self._leave_out(peer, str(error) or "it does not answer")
+        if not await self._may_ask_source():
+            return None
+        started = await self._clock.offload(self._store.shelf.started, self._spec.name)
+        return await self._resolve(started)
+
+    async def _may_ask_source(self) -> bool:
+        asks = await self._records.elect()
+        return asks and self._clock.now() >= self._source_asked_at
+
+    async def _resolve(self, known: list[Manifest]) -> Manifest | None:
+        """Ask the source which files the model has. None: it cannot be asked now."""
+        if self._source is None:
+            return None
+        try:
+            manifest = await run_in_daemon(partial(self._source.resolve, known))
+        except SourceUnavailable as error:
+            await self._on_source_error(error)
+            return None
+        self._source_manifest = manifest
+        return manifest
+
+    async def _start(self, manifest: Manifest) -> PartialModel:
+        """Begin to fetch the files of a manifest, and offer what is here of them."""
+        manifest = replace(manifest, name=self._spec.name, with_weights=self._with_weights)
+        open_partial = self._store.shelf.open_partial
+        fetched = await self._clock.offload(open_partial, manifest, self._progress)
+        self._offer = self._store.server.models[self._key] = offer_partial(fetched)
+        loop, offer = asyncio.get_running_loop(), self._offer
+
+        def on_piece(number: int, digest: bytes) -> None:
+            loop.call_soon_threadsafe(offer.add, number, digest)
+
+        fetched.on_piece = on_piece
+        numbers = range(len(manifest.pieces))
+        missing = (number for number in numbers if number not in fetched.digests)
+        self._scheduler = PieceScheduler(missing, self._store.runtime.rng)
+        await self._records.announce(commit=manifest.commit, total_bytes=manifest.size_bytes)
+        return fetched
+
+    async def _step(self, fetched: PartialModel) -> None:
+        """Make the requests that are due, and wait for what they bring."""
+        now = self._clock.now()
+        may_ask = await self._may_ask_source()
+        if may_ask and self._records.own.reason:
+            await self._records.announce(reason="", again_s=0.0)  # the source is not busy any more
+        self._scheduler.use_source(may_ask)
+        for peer in self._ready_peers():
+            if peer not in self._peer_tasks:
+                self._start_call(peer, self._follow_peer(peer, fetched))
+        for peer in self._scheduler.hanging(now):
+            self._leave_out(peer, "it does not answer")
+        for peer, number in self._scheduler.next_requests(now):
+            if peer == SOURCE:
+                self._tasks.start(self._read_from_source(fetched, number), f"piece {number}")
+            else:
+                self._start_call(peer, self._read_from_peer(fetched, peer, number))
+        await self._records.announce_progress(fetched.done_bytes)
+        await self._wait()
+
+    async def _finish(self, fetched: PartialModel) -> ShelfModel:
+        shelf, offload, revision = self._store.shelf, self._clock.offload, self._spec.revision
+        model = await offload(shelf.finish, fetched, revision, self._progress)
+        whole = await offload(offer_whole, model)
+        self._offer.read, self._offer.manifest = whole.read, whole.manifest
+        size = model.manifest.size_bytes
+        await self._records.announce(state="ready", asks_source=False, reason="", done_bytes=size)
+        fields = {"model": self._key, "mb": round(size / 1e6), "left_out": self._left_out}
+        log.info("model fetched", extra={"fields": fields})
+        return model
+
+    async def _read_from_peer(self, fetched: PartialModel, peer: str, number: int) -> None:
+        began = self._clock.now()
+        digest = self._peer_digests[peer][number]
+        try:
+            content = await self._store.read_piece(peer, self._key, fetched.manifest, number)
+            if number not in fetched.digests:
+                await self._clock.offload(fetched.write, number, content, digest)
+        except Overloaded:
+            self._scheduler.on_busy(peer, number, self._clock.now())
+        except ValueError:
+            self._leave_out(peer, f"its piece {number} is damaged")
+        except ShelfUnavailable:
+            raise
+        except DynamoError as error:
+            self._leave_out(peer, error.message)
+        else:
+            self._on_received(fetched, peer, number, len(content), began)
+
+    async def _read_from_source(self, fetched: PartialModel, number: int) -> None:
+        source, began = self._source, self._clock.now()
+        try:
+            if self._source_manifest is None:
+                resolved = await self._resolve([fetched.manifest])
+                if resolved is not None and resolved.commit != fetched.manifest.commit:
+                    hint = "repeat the command"
+                    raise ModelUnavailable(f"{self._key} changed while it was fetched", hint=hint)
+            if source is None or self._source_manifest is None:
+                self._scheduler.on_failed(SOURCE, number)
+                return
+            size = await run_in_daemon(partial(fetch_piece, fetched, source, number, self._stopped))
+        except SourceUnavailable as error:
+            self._scheduler.on_failed(SOURCE, number)
+            await self._on_source_error(error)
+        else:
+            self._on_received(fetched, SOURCE, number, size, began)
+
+    def _on_received(
+        self, fetched: PartialModel, peer: str, number: int, size: int, began: float
+    ) -> None:
+        now, name = self._clock.now(), self._spec.name
+        kind = PEER if peer or self._source is None else self._source.kind
+        FETCHED.add(kind, size, now - began)
+        self._scheduler.on_received(peer, number, now)
+        self._progress(f"fetching {name}", fetched.done_bytes, fetched.manifest.size_bytes)
+        self._records.changed.set()
+
+    async def _on_source_error(self, error: SourceUnavailable) -> None:
+        """Wait as a busy source asks, while all others wait for this process. A source that is out
+        of reach from here is left to another process."""
+        FETCHED.failures[self._source.kind if self._source else SOURCE] += 1
+        if not isinstance(error, SourceBusy):
+            self._error = error
+            await self._records.announce(asks_source=False, reason=error.message)
+            return
+        wait_s = error.retry_after_s or 1.0
+        if self._clock.now() < self._source_asked_at:
+            return  # another piece has met it already
+        self._source_asked_at = self._clock.now() + wait_s
+        text = f"{error.message}: it is asked again in {wait_s:.0f} s"
+        log.warning("the source of a model is busy", extra={"fields": {"reason": text}})
+        self._progress(text, 0, 0)
+        await self._records.announce(reason=text, again_s=self._clock.wall() + wait_s)
+
+    def _ready_peers(self) -> list[str]:
+        """Return the peers that may have pieces: of the same commit, and not left out."""
+        commit = self._records.own.commit
+        return [
+            peer
+            for peer, record in self._records.others.items()
+            if peer not in self._left_out
+            and peer in self._store.peers.instances
+            and (record.state == "ready" or (record.state == "fetching" and record.commit))
+            and (not commit or record.commit in {"", commit})
+        ]
+
+    async def _follow_peer(self, peer: str, fetched: PartialModel) -> None:
+        """Learn of the pieces of a peer until it has all or is gone."""
+        digests = self._peer_digests.setdefault(peer, {})
+
+        def on_pieces(pieces: dict[int, bytes]) -> None:
+            digests.update(pieces)
+            self._scheduler.add_pieces(peer, pieces)
+            self._records.changed.set()
+
+        try:
+            await self._store.follow(peer, self._key, fetched.manifest.commit, on_pieces)
+        except DynamoError as error:
+            self._leave_out(peer, error.message)
+
+    def _start_call(self, peer: str, call: Coroutine[Any, Any, None]) -> None:
+        """Start a call of a peer, which ends when the peer is left out."""
+        tasks = self._peer_tasks.setdefault(peer, [])
+        tasks[:] = [task for task in tasks if not task.done()]
+        tasks.append(self._tasks.start(call, f"{self._key} from {peer}"))
+
+    def _leave_out(self, peer: str, reason: str) -> None:
+        if peer in self._left_out:
+            return
+        self._left_out[peer] = reason
+        FETCHED.failures[PEER] += 1
+        self._scheduler.remove_peer(peer)
+        current = asyncio.current_task()
+        for task in self._peer_tasks.get(peer, ()):
+            if task is not current:
+                task.cancel()
+        fields = {"model": self._key, "peer": peer, "reason": reason}
+        log.warning("a peer of the model store is left out", extra={"fields": fields})
+        self._records.changed.set()
+
+    async def _announce_failure(self, error: ModelUnavailable) -> None:
+        """Tell all who wait why the source has not given the model. A lack of this
+        process alone is not told: another one may ask."""
+        self._store.server.models.pop(self._key, None)
+        if isinstance(error, ShelfUnavailable) or not self._records.own.asks_source:
+            await self._records.withdraw()
+            return
+        again = self._clock.wall() + (error.retry_after_s or RETRY_AFTER_S)
+        await self._records.announce(
+            state="failed", asks_source=False, reason=error.message, again_s=again
+        )
+        if self._records.others:
+            await self._clock.sleep(FAILURE_SHOWN_S)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._records.changed.set()
+
+
+async def fetch_model(
+    store: ModelStore,
+    spec: ModelSpec,
+    progress: ProgressCallback = ignore_progress,
+    *,
+    with_weights: bool = True,
+) -> ShelfModel:
+    """Return a model on the shelf and offer it to peers, fetched if it is not there. Raises
+    `ModelUnavailable`."""
+    offload = store.runtime.clock.offload
+    find = partial(store.shelf.find, spec.name, spec.revision, with_weights=with_weights)
+    while (model := await offload(find)) is None:
+        with store.shelf.lock_model(spec.name) as is_own:
+            if is_own:
+                if await offload(find) is not None:
+                    continue
+                opened = partial(open_source, spec, with_weights=with_weights)
+                source = None if store.is_offline else await offload(opened)
+                return await Download(
+                    store, spec, progress, with_weights=with_weights, source=source
+                ).run()
+        for manifest, done in await offload(store.shelf.progress, spec.name):
+            progress(f"fetching {spec.name}", done, manifest.size_bytes)
+        await store.runtime.clock.sleep(LOCK_POLL_S)
+    await store.offer_model(spec, model)
+    return model
+
+
+async def fetch_from_peers(
+    store: ModelStore, spec: ModelSpec, progress: ProgressCallback = ignore_progress
+) -> ShelfModel | None:
+    """Return a model that peers have, or None if none has it or it cannot be read from them."""
+    namespace = store.runtime.settings.runtime.namespace
+    try:
+        if not await store.runtime.discovery.get(store_prefix(namespace, model_key(spec))):
+            return None
+        with store.shelf.lock_model(spec.name) as is_own:
+            if not is_own:
+                return None
+            download = Download(store, spec, progress, with_weights=True, source=None)
+            return await download.run()
+    except (PlaneUnavailable, ModelUnavailable) as error:
+        fields = {"model": spec.name, "reason": error.message}
+        log.info("no peer has the model", extra={"fields": fields})
+        return None

@@ -1,0 +1,47 @@
+"""Counts of what this process has fetched of models, by source."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import partial
+
+from dynamo.telemetry import Registry
+
+PEER = "peer"
+
+
+class FetchCounts:
+    """Bytes, seconds and failures by source: hub, bucket, folder or peer."""
+
+    def __init__(self) -> None:
+        self.size_bytes: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.failures: Counter[str] = Counter()
+
+    def add(self, source: str, size_bytes: int, seconds: float) -> None:
+        """Count a piece that has come."""
+        self.size_bytes[source] += size_bytes
+        self.seconds[source] += seconds
+
+    def declare(self, registry: Registry) -> None:
+        """Declare the metrics in a registry."""
+        for name, text, counts in (
+            ("bytes", "Bytes of models that were fetched", self.size_bytes),
+            ("seconds", "Seconds of requests for pieces of models", self.seconds),
+            ("failures", "Failed requests for pieces of models", self.failures),
+        ):
+            registry.counter(
+                f"dynamo_model_fetch_{name}_total",
+                f"{text}, by source: hub, bucket, folder or peer.",
+                ("source",),
+                callback=partial(_by_source, counts),
+            )
+
+
+def _by_source(counts: Mapping[str, float]) -> Mapping[tuple[str, ...], float]:
+    return {(source,): float(count) for source, count in counts.items()}
+
+
+FETCHED = FetchCounts()
+"""The counts of this process."""

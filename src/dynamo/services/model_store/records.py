@@ -1,0 +1,152 @@
+"""Records of the model store in discovery: what each process has of a model, and which of them asks
+its source."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Literal
+from urllib.parse import quote, unquote
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.communication.directory import RecordChange, follow_records
+from dynamo.core.errors import DECODE_ERRORS, ModelUnavailable
+from dynamo.core.settings import Settings
+from dynamo.models.downloads.sources import ModelSpec
+from dynamo.runtime.distributed import DistributedRuntime
+
+RECORD_INTERVAL_S = 1.0
+
+
+class StoreRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of a model in a process. A model without a record is absent.
+
+    `asks_source`: this process alone asks the source. `reason` and `again_s` (Unix time) are those
+    of a failure or of a wait; a process that fetches and has a reason cannot ask the source.
+    """
+
+    state: Literal["fetching", "ready", "failed"]
+    commit: str = ""
+    asks_source: bool = False
+    is_store: bool = False
+    done_bytes: int = 0
+    total_bytes: int = 0
+    reason: str = ""
+    again_s: float = 0.0
+
+    @property
+    def may_get_pieces(self) -> bool:
+        """Whether the process fetches, and asks the source or may do so."""
+        return self.state == "fetching" and (self.asks_source or not self.reason)
+
+
+def store_prefix(namespace: str, key: str = "") -> str:
+    """Return the key prefix of the records of a model, or of all models. The instance follows."""
+    return f"/{namespace}/store/" + (f"{quote(key, safe='')}/" if key else "")
+
+
+def model_key(spec: ModelSpec, *, with_weights: bool = True) -> str:
+    """Return the name of a model among peers: with its revision."""
+    key = f"{spec.name}@{spec.revision}"
+    return key if with_weights else f"{key}?small"
+
+
+class PeerRecords:
+    """The records of one model, as a process that fetches it sees them, and its `own` one.
+    `changed` is set with each change."""
+
+    def __init__(self, runtime: DistributedRuntime, key: str, own: StoreRecord) -> None:
+        self.own = own
+        self.others: dict[str, StoreRecord] = {}
+        self.known = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._runtime = runtime
+        self._prefix = store_prefix(runtime.settings.runtime.namespace, key)
+        self._announced_at = -RECORD_INTERVAL_S
+
+    async def follow(self) -> None:
+        """Follow the records of others until cancelled."""
+        await follow_records(
+            self._runtime.discovery, self._prefix, self._apply, self._runtime.clock
+        )
+
+    async def announce(self, **changes: Any) -> None:
+        """Change fields of the own record, at once, or without changes its progress."""
+        if changes:
+            self.own = replace(self.own, **changes)
+        await self._runtime.discovery.put(
+            self._prefix + self._runtime.instance_id, msgspec.json.encode(self.own)
+        )
+        self._announced_at = self._runtime.clock.now()
+
+    async def announce_progress(self, done_bytes: int) -> None:
+        """Announce the progress once in a while."""
+        if self._runtime.clock.now() - self._announced_at >= RECORD_INTERVAL_S:
+            await self.announce(done_bytes=done_bytes)
+
+    async def withdraw(self) -> None:
+        """Delete the own record."""
+        await self._runtime.discovery.delete(self._prefix + self._runtime.instance_id)
+
+    async def elect(self) -> bool:
+        """Return whether this process asks the source: a store before others, then the lowest
+        instance of those that may. Two that begin at the same moment see each other later."""
+        own = _rank(self._runtime.instance_id, self.own)
+        asks = not self.own.reason or self.own.asks_source
+        for instance, record in self.others.items():
+            asks = asks and not (record.may_get_pieces and _rank(instance, record) < own)
+        if asks != self.own.asks_source:
+            await self.announce(asks_source=asks)
+        return asks
+
+    def is_led(self) -> bool:
+        """Whether another process has the model, or asks its source."""
+        return any(each.state == "ready" or each.asks_source for each in self.others.values())
+
+    def check_hope(self, left_out: Sequence[str], error: ModelUnavailable) -> None:
+        """Raise the failure of who asked the source, or `error` if no other process has pieces or
+        may get them. `left_out`: processes of which nothing is read."""
+        others = [each for peer, each in self.others.items() if peer not in left_out]
+        if any(each.state == "ready" or each.asks_source for each in others):
+            return
+        for record in others:
+            if record.state == "failed" and record.again_s > self._runtime.clock.wall():
+                raise ModelUnavailable(record.reason, hint="it is tried again by itself")
+        may_ask = self.own.asks_source or not self.own.reason
+        if not may_ask and not any(each.may_get_pieces for each in others):
+            raise error
+
+    def _apply(self, batch: Sequence[RecordChange], replaces: bool) -> None:
+        if replaces:
+            self.others.clear()
+        for change in batch:
+            instance = change.key.removeprefix(self._prefix)
+            self.others.pop(instance, None)
+            if change.value is not None and instance != self._runtime.instance_id:
+                with suppress(*DECODE_ERRORS):
+                    self.others[instance] = msgspec.json.decode(change.value, type=StoreRecord)
+        self.known.set()
+        self.changed.set()
+
+
+def _rank(instance: str, record: StoreRecord) -> tuple[bool, bool, str]:
+    """Return the order in which processes ask the source."""
+    return not record.is_store, not record.asks_source, instance
+
+
+async def read_records(settings: Settings) -> list[tuple[str, str, StoreRecord]]:
+    """Return what the processes of a namespace have: model, instance and record. Raises
+    `PlaneUnavailable`."""
+    prefix = store_prefix(settings.runtime.namespace)
+    async with await DistributedRuntime.create(settings, role="client") as runtime:
+        values = await runtime.discovery.get(prefix)
+    records = []
+    for name, value in sorted(values.items()):
+        key, _, instance = name.removeprefix(prefix).partition("/")
+        with suppress(*DECODE_ERRORS):
+            record = msgspec.json.decode(value, type=StoreRecord)
+            records.append((unquote(key), instance, record))
+    return records
