@@ -49,6 +49,7 @@ IMPORTED_AS = {
     "pyyaml": "yaml",
     "grpcio": "grpc",
     "nats-py": "nats",
+    "opentelemetry-proto": "opentelemetry",
     "pyzmq": "zmq",
 }
 OWN = {"dynamo", "dynamo_client", "dynamo_conformance"}

@@ -24,6 +24,7 @@ from tests.support.fake_openai_server import (
 )
 from tests.support.kv_event_publisher import KvEventPublisher
 
+from dynamo.core.context import Context
 from dynamo.core.errors import (
     ConfigError,
     DynamoError,
@@ -342,3 +343,15 @@ async def test_failures_between_which_a_server_limits_the_rate_are_not_in_a_row(
             fake.answers["/v1/models"] = (429, "", b"")
             assert engine.failure is None
             await asyncio.sleep(0)
+
+
+async def test_a_server_gets_the_trace_of_a_request(tiny_model: Path) -> None:
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    context = Context("r", trace=trace, metadata={"tracestate": "v=1"})
+    async with served() as fake, engine_at(fake, tiny_model) as engine:
+        answer_completions(400, b"{}")(fake)
+        fake.headers.clear()
+        with pytest.raises(InvalidRequest):
+            await engine.generate(request(), context, CollectedReply())
+        assert f"traceparent: {trace}\r\n".encode() in fake.headers
+        assert b"tracestate: v=1\r\n" in fake.headers

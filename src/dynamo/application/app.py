@@ -106,7 +106,10 @@ class Application:
     of the other processes; None leaves out what it answers. `pages`: further routes that need a
     key, as those of the observer.
     `share_cache` is `engine.share_cache`. Without a `response_store`, responses are kept in memory.
+    `trace_ratio`: the share of requests whose traces are exported; None: there is no collector.
     """
+
+    trace_ratio: float | None = None
 
     def __init__(
         self,
@@ -297,6 +300,8 @@ class Application:
         own_id = ids.make_unique(client_id) if client_id else ids.generate()
         cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
         exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
+        if self.trace_ratio is not None or b"traceparent" in headers:
+            exchange.take_over_trace(self.trace_ratio)
         if request.path.startswith(MESSAGES_PATH):
             exchange.use_error_format(ANTHROPIC_ERRORS)
         return exchange

@@ -13,6 +13,7 @@ import msgspec
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
+from dynamo.telemetry.trace_context import TraceContext, take_over_trace
 
 _FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:\-]")
 MAX_REQUEST_ID_LENGTH = 128
@@ -76,7 +77,8 @@ class Exchange:
     answer. `client_request_id` is the id that the client sees. `error_format` writes errors.
     `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
     `started_s`: the request was there, in seconds of the process's clock. `load_s`: it waited for
-    its model to be loaded. `has_story`: a story was opened for it.
+    its model to be loaded. `has_story`: a story was opened for it. `trace`: that of the client, or
+    one that begins here.
     """
 
     def __init__(
@@ -100,12 +102,19 @@ class Exchange:
         self.error_code = ""
         self.started_s = self.load_s = 0.0
         self.has_story = False
+        self.trace: TraceContext | None = None
 
     def use_error_format(self, error_format: ErrorFormat) -> None:
         """Write errors as the clients of another API expect them."""
         self.error_format = error_format
         for header in error_format.request_id_headers:
             self.headers += ((header, self.client_request_id),)
+
+    def take_over_trace(self, ratio: float | None) -> None:
+        """Join the trace of the client, or begin one (`trace_context.take_over_trace`)."""
+        self.trace = trace = take_over_trace(self.request.headers, self.request_id, ratio)
+        if trace is not None:
+            self.headers += trace.answer_headers()
 
     def send(self, content_type: str, body: bytes) -> None:
         """Send a complete answer of any type."""

@@ -66,10 +66,15 @@ def status_of_type(error_type: type[DynamoError]) -> int:
     return 500
 
 
+def statuses_by_code() -> dict[str, int]:
+    """Return the HTTP status of each error code."""
+    return {code: status_of_type(cls) for code, cls in error_types().items()}
+
+
 def client_error_codes() -> frozenset[str]:
     """Return the codes of errors that clients make. A limit of the deployment is none of them."""
     own = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-    statuses = {code: status_of_type(cls) for code, cls in error_types().items()}
+    statuses = statuses_by_code()
     return frozenset(
         code for code, status in statuses.items() if status < 500 and status not in own
     )

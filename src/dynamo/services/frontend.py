@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.observing.observer_urls import find_observer_url
 from dynamo.services.observing.publisher import StoryPublisher
+from dynamo.services.observing.trace_export import TraceOptions
 from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
 from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
@@ -156,6 +158,8 @@ class FrontendService:
         if runtime.settings.observer.enabled:
             self._publisher = StoryPublisher(runtime, self._routing.sample)
             listeners.append(self._publisher.add)
+        if self._publisher is not None and (options := TraceOptions.from_environ(os.environ)):
+            application.trace_ratio = options.ratio
         if listeners:
             application.generation.stories = Stories(listeners, runtime.clock.wall)
 

@@ -19,6 +19,7 @@ import msgspec
 
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import GenerateRequest
+from dynamo.telemetry.trace_context import TraceContext
 
 FINGERPRINT_BYTES = 1024
 """The first so many bytes of a prompt's ids tell it from others: 256 tokens."""
@@ -45,7 +46,7 @@ class AttemptFacts(msgspec.Struct, array_like=True, gc=False):
     first token came. `resumed`: tokens of the answer that earlier attempts sent. `error`: an error
     code, "" for success or a reader that had enough; `reason`: its message. `load`: requests at the
     worker before this one, as the router knew them. `seen_blocks`: those of the prompt that this
-    process had seen. `costs`: the best candidates, () where they were not kept.
+    process had seen. `costs`: the best candidates, () where they were not kept. `key`: its name.
     """
 
     choice: int
@@ -76,6 +77,7 @@ class AttemptFacts(msgspec.Struct, array_like=True, gc=False):
     itl_slo_ms: float
     times: WorkerTimes | None
     costs: Any = ()
+    key: str = ""
 
     def cost_table(self) -> list[Candidate]:
         """Return the candidates, best first."""
@@ -89,7 +91,9 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     waited for before that or in admission, behind `ahead` others. `gap_us`: the longest pause
     between two texts. `stalled_us`: the client did not read. `prompt_mark`, `salt_mark`: equal for
     equal beginnings of prompts, and for equal salts and adapters. `slo`: how the request met its
-    objective (`telemetry.slo`)."""
+    objective (`telemetry.slo`). `parent_id`, `trace_flags`, `trace_state`: what the client said of
+    its trace; None: nothing. `options`: those of a request with a trace, as a dictionary once it
+    is sent."""
 
     request_id: str
     client_id: str
@@ -117,6 +121,10 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     salt_mark: int
     attempts: Sequence[AttemptFacts] = ()
     slo: int = 0
+    parent_id: str = ""
+    trace_flags: int | None = None
+    trace_state: str = ""
+    options: Any = None
 
 
 class StoryAttempt(Protocol):
@@ -132,7 +140,8 @@ class Story(msgspec.Struct):
     """The facts of an HTTP request, while it is served. Times with `_s` are seconds of the
     process's clock, `wall_s` is the arrival since 1970.
 
-    `headers` are the client's. `attempts` are in the order in which they were made, one for each
+    `headers` are the client's. `options`: those of a request for text that has a trace, and whether
+    it is streamed. `attempts` are in the order in which they were made, one for each
     attempt of each choice. Token counts are sums over `prompts` and their `choices`. `limit_s` was
     waited for a place of the model. `end` is "" for a whole answer, else an error code or
     "cancelled". `ended`: set at the end, for listeners.
@@ -149,6 +158,8 @@ class Story(msgspec.Struct):
     priority: int
     choices: int
     prompts: int
+    trace: TraceContext | None = None
+    options: Any = None
     attempts: list[StoryAttempt] = []
     limit_s: float = 0.0
     admitting_s: float | None = None
@@ -179,11 +190,10 @@ class Story(msgspec.Struct):
         attempts = []
         for attempt in self.attempts:  # a comprehension is a call in CPython 3.11
             attempts.append(attempt.facts(began_s))  # noqa: PERF401
-        parent = self.headers.get(b"traceparent")
         self.ended = ended = EndedStory(
             self.request_id,
             self.client_id,
-            "" if parent is None else parent[3:35].decode("latin-1"),
+            "",
             self.path,
             self.model,
             self.end,
@@ -207,6 +217,10 @@ class Story(msgspec.Struct):
             self.salt_mark,
             tuple(attempts),
         )
+        if (trace := self.trace) is not None:
+            ended.trace, ended.parent_id = trace.trace_id, trace.parent_id
+            ended.trace_flags, ended.trace_state = trace.flags, trace.state
+            ended.options = self.options
         return ended
 
 

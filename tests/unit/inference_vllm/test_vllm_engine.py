@@ -22,6 +22,7 @@ from dynamo.inference.engines.engine_events import decode_batch
 from dynamo.inference.engines.rank import ViewedRank
 from dynamo.inference.vllm.engine import CORE_DIED, VllmEngine
 from dynamo.inference.vllm.kv_connector import COMPUTE_FOR_ANOTHER, encode_params
+from dynamo.telemetry.trace_context import make_span_id
 from dynamo.testing.fakes import CollectedReply
 from dynamo_conformance.engines import ENGINE_CONTEXT, make_request
 
@@ -73,6 +74,7 @@ class FakeLlm:
     def __init__(self) -> None:
         self.errored = False
         self.streams: list[FakeStream] = []
+        self.options: list[dict[str, Any]] = []
         self.error: Exception | None = None
         self.on_reset: Any = None
         self.sleep_calls: list[tuple[Any, ...]] = []
@@ -91,7 +93,8 @@ class FakeLlm:
             ),
         )
 
-    def generate(self, *_: Any, **__: Any) -> FakeStream:
+    def generate(self, *_: Any, **options: Any) -> FakeStream:
+        self.options.append(options)
         self.streams.append(FakeStream(self.error))
         return self.streams[-1]
 
@@ -157,6 +160,22 @@ async def test_a_cancelled_prefill_is_aborted_at_once(engine: VllmEngine, llm: F
         task = tasks.start(engine.kv_connector.prefill(make_request(), Context("r")))
         stream = await cancel_before_the_first_output(task, llm)
     assert stream.aborted
+
+
+async def test_vllm_gets_the_trace_of_a_request(engine: VllmEngine, llm: FakeLlm) -> None:
+    llm.error = RefusedByVllm("this test needs no answer")
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    context = Context("r", trace=trace, metadata={"tracestate": "v=1"})
+    for each in (Context("r"), context):
+        with pytest.raises(InvalidRequest):
+            await engine.generate(make_request(), each, CollectedReply())
+    assert "trace_headers" not in llm.options[0]
+    assert llm.options[1]["trace_headers"] == {"traceparent": trace, "tracestate": "v=1"}
+    engine._exported = True
+    with pytest.raises(InvalidRequest):
+        await engine.generate(make_request(), context, CollectedReply())
+    below = f"00-{'a' * 32}-{make_span_id('r/0/0')}-01"
+    assert llm.options[2]["trace_headers"]["traceparent"] == below
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def make_attempt(**fields: Any) -> AttemptFacts:
             decode_s=0.1, gap_s=0.01, preemptions=0, recomputed_tokens=0,
         ),
         "costs": (),
+        "key": "",
     }  # fmt: skip
     return AttemptFacts(**values | fields)
 
@@ -57,5 +58,9 @@ def make_story(*attempts: AttemptFacts, **fields: Any) -> EndedStory:
         "prompt_tokens": 64,
         "output_tokens": 10,
         "attempts": list(attempts or (make_attempt(),)),
+        "parent_id": "",
+        "trace_flags": None,
+        "trace_state": "",
+        "options": None,
     }
     return EndedStory(**values | fields)

@@ -55,6 +55,7 @@ from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.tasks import run_in_slices
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
 from dynamo.telemetry.logs import PROMPTS_LOGGER
+from dynamo.telemetry.trace_context import TRACESTATE
 
 prompt_log = logging.getLogger(PROMPTS_LOGGER)
 
@@ -63,8 +64,6 @@ LABELS_HEADER = b"x-dynamo-labels"
 
 PROMPTS_PER_SLICE = 4
 """So many prompts of a request are encoded in one iteration of the event loop."""
-MAX_TRACE_BYTES = 256
-"""A longer traceparent is invalid and therefore ignored."""
 
 ProcessorCall = Callable[[Context, TextReply], Awaitable[None]]
 """Answers one HTTP request by a processor."""
@@ -207,7 +206,7 @@ class GenerationHandler:
         reply.hold_s = self._hold_s
         deadline = deadlines.start(started, exchange.request.headers)
         begin = None if self.stories is None else self.stories.begin
-        story = begin and begin(exchange, started, options.priority, options.n, prompts)
+        story = begin and begin(exchange, started, options, prompts)
         try:
             if not limit.try_acquire():
                 reply.accepted = True
@@ -269,15 +268,16 @@ class GenerationHandler:
 
 
 def _make_context(exchange: Exchange, timeout_s: float, *, passes_key: bool) -> Context:
-    headers = exchange.request.headers
-    trace = headers.get(b"traceparent", b"").decode("latin-1")
-    if len(trace) > MAX_TRACE_BYTES:
-        trace = ""
+    headers, trace, header = exchange.request.headers, exchange.trace, ""
     labels = headers.get(LABELS_HEADER, b"").decode("latin-1")
     if labels:
         check_size(LABELS_HEADER.decode(), len(labels), MAX_NAME_BYTES, "bytes")
     metadata = {LABELS_KEY: labels} if labels else {}
-    context = Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
+    if trace is not None:
+        header = trace.header
+        if trace.state:
+            metadata[TRACESTATE] = trace.state
+    context = Context(exchange.request_id, timeout_s=timeout_s, trace=header, metadata=metadata)
     if not passes_key:
         return context
     return replace(context, api_key=caller_key(exchange.request))

@@ -10,7 +10,10 @@ from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.items import UsageCounter
 from dynamo.communication.http import Response
 from dynamo.core.errors import CANCELLED, error_code
+from dynamo.core.text import TextOptions
 from dynamo.telemetry.story import Story, StoryListener, current_story
+
+NO_OPTIONS = TextOptions()
 
 
 class Stories:
@@ -21,9 +24,13 @@ class Stories:
         self._wall = wall
 
     def begin(
-        self, exchange: Exchange, now: float, priority: int = 0, choices: int = 1, prompts: int = 1
+        self,
+        exchange: Exchange,
+        now: float,
+        options: TextOptions = NO_OPTIONS,
+        prompts: int = 1,
     ) -> Story:
-        """Open the story of a request with so many choices of each prompt."""
+        """Open the story of a request with so many prompts."""
         request, began_s = exchange.request, exchange.started_s or now
         exchange.has_story = True
         story = Story(
@@ -35,10 +42,13 @@ class Stories:
             began_s,
             now,
             request.headers,
-            priority,
-            choices,
+            options.priority,
+            options.n,
             prompts,
+            exchange.trace,
         )
+        if exchange.trace is not None and options is not NO_OPTIONS:
+            story.options = options, exchange.streaming
         if exchange.load_s:
             story.limit_s, story.waited_for = exchange.load_s, "model"
         current_story.set(story)

@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -32,6 +33,7 @@ MAX_INTERIM_ANSWERS = 16
 """Most answers 1xx before the answer."""
 SWITCHING_PROTOCOLS = 101
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 OnData = Callable[[bytes], bool]
 """Takes a part of a body. False: the rest is not wanted."""
 
@@ -250,8 +252,10 @@ class HttpClient:
         *,
         authorization: str = "",
         content_type: str = "",
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> HttpAnswer:
-        """Send a request. Parts of the body of an answer 200 or 201 go to `on_data`, if given.
+        """Send a request, with `headers` of its own. Parts of the body of an answer 200 or 201
+        go to `on_data`, if given.
         `authorization` and `content_type` replace the headers of these names. Raises `OSError` if
         the server cannot be reached or breaks off. Cancellation closes the connection, by which
         servers notice it."""
@@ -259,6 +263,7 @@ class HttpClient:
         head += f"content-type: {content_type or self._content_type}\r\n"
         if authorization or self._authorization:
             head += f"authorization: {authorization or self._authorization}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode("latin-1") + body
         if self._closed:
             raise ConnectionError("the client is closed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -60,6 +61,7 @@ from dynamo.inference.openai_server.text_answer import (
     text_features,
     text_path,
 )
+from dynamo.telemetry.trace_context import exports_traces, trace_headers
 
 if TYPE_CHECKING:
     from dynamo.models.tokenization.tokenizer import Tokenizer
@@ -108,6 +110,7 @@ class OpenAIServerEngine(Engine):
         self._context_tokens = context_tokens
         self._vocab_size = vocab_size
         self._generation = generation
+        self._exported = exports_traces(os.environ)
         self._rank = (
             ViewedRank(settings.block_size, endpoint=kv_events) if kv_events else ForeignRank()
         )
@@ -172,6 +175,7 @@ class OpenAIServerEngine(Engine):
                         body,
                         answer.on_data,
                         authorization=f"Bearer {context.api_key}" if context.api_key else "",
+                        headers=trace_headers(context, request.choice, exported=self._exported),
                     )
                 )
             answer.end()

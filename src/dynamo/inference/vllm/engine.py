@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from dynamo.inference.vllm.kv_connector import (
 from dynamo.inference.vllm.requests import RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import accepted, start_llm
 from dynamo.models.grammar.grammar_text import allows_token_ids
+from dynamo.telemetry.trace_context import exports_traces, trace_headers
 
 FEATURES: tuple[Feature, ...] = (
     "logprobs",
@@ -126,9 +128,11 @@ class VllmEngine(MultiprocessEngine):
     adapters: VllmAdapters | None = None
     steps_per_output = 0
     _sleep_level = 0
+    _exported = False
     forward = staticmethod(forward_output)
 
     async def open_engine(self) -> EngineInfo:
+        self._exported = exports_traces(os.environ)
         arguments = engine_arguments(self.inputs.settings)
         size = arguments.get("data_parallel_size", 1)
         self._open_ranks(arguments, size)
@@ -241,8 +245,8 @@ class VllmEngine(MultiprocessEngine):
             options["data_parallel_rank"] = rank
         if request.adapter and self.adapters is not None:
             options["lora_request"] = self.adapters.find(request.adapter)
-        if "traceparent" in context.metadata:
-            options["trace_headers"] = {"traceparent": context.metadata["traceparent"]}
+        if headers := trace_headers(context, request.choice, exported=self._exported):
+            options["trace_headers"] = headers
         return options
 
     def totals(self) -> EngineTotals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ class DeploymentObserver:
         self._clock = clock
         self.slo_books = books or SloBooks(_no_file, clock.wall)
         self.promise = (0.999, 5.0, 2.0)
+        self.listeners: list[Callable[[KeptStory], None]] = []
         self._broken: deque[KeptStory] = deque(maxlen=MAX_BROKEN)
         self.stories = StoryStore()
         self.collector = DecisionCollector(wall=clock.wall)
@@ -156,6 +157,8 @@ class DeploymentObserver:
     def _add_story(self, entry: KeptStory) -> None:
         story = entry.story
         self.stories.add(entry)
+        for listener in self.listeners:
+            listener(entry)
         if story.slo >= FAILED:
             self._broken.append(entry)
         self._typical.add(story)

@@ -65,6 +65,13 @@ def find_stages(story: EndedStory) -> list[StageTime]:
     return list(_put_in_order(spans, story.ended_us))
 
 
+def find_worker_stages(attempt: AttemptFacts) -> list[StageTime]:
+    """Return the stages of an attempt from the choice of its worker to its end."""
+    spans = [(name, us, None) for name, us in _worker_spans(attempt, 0, attempt.ended_us)][1:]
+    stages = _put_in_order(spans, max(0, attempt.ended_us - attempt.placed_us))
+    return [stage._replace(began_us=stage.began_us + attempt.placed_us) for stage in stages]
+
+
 def _worker_spans(attempt: AttemptFacts, from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
     yield "place", attempt.placed_us - from_us
     times, first_us = attempt.times or WorkerTimes(), attempt.first_us

@@ -27,9 +27,14 @@ class KeptStory(NamedTuple):
         return is_bad(self.story)
 
 
+def is_moved(story: EndedStory) -> bool:
+    """Return whether a request had more attempts than choices."""
+    return len(story.attempts) > story.choices * story.prompts
+
+
 def is_bad(story: EndedStory) -> bool:
     """Return whether a request failed, or moved to another worker."""
-    return bool(story.end) or len(story.attempts) > story.choices * story.prompts
+    return bool(story.end) or is_moved(story)
 
 
 class StoryStore:

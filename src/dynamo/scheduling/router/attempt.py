@@ -205,6 +205,7 @@ class Attempt(Reply):
             decision.itl_slo_ms,
             self.times,
             decision.cost_table,
+            placed.key,
         )
 
 

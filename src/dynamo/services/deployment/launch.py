@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -42,6 +43,7 @@ from dynamo.services.deployment.model_groups import (
     shared_settings,
     worker_groups,
 )
+from dynamo.services.observing.trace_export import TraceOptions
 from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
@@ -190,6 +192,8 @@ def serve(
         settings, processes = share_memory(settings, processes)
         check_open_files(sum(not spec.on_demand for spec in processes))
         check_standby_memory(processes)
+        if settings.observer.enabled:
+            TraceOptions.from_environ(os.environ)
         log_choices()
         supervisor = Supervisor(
             processes,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
-from dynamo.core.errors import DECODE_ERRORS
+from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.observer.slo_books import SloBooks
+from dynamo.operations.observer.stories import KeptStory
 from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
@@ -20,6 +23,7 @@ from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
 from dynamo.services.observing.pages import serve_pages
 from dynamo.services.observing.slo_counter import promised_ttft_s, slo_file
+from dynamo.services.observing.trace_export import TraceExporter, TraceOptions
 from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch
 
 log = logging.getLogger(__name__)
@@ -40,17 +44,31 @@ class ObserverService:
         runtime.on_settings_change(self._apply_settings)
         self._loads = LoadView(runtime.clock)
         namespace = runtime.settings.runtime.namespace
+        self._prefix = f"{OBSERVERS_PREFIX}{namespace}/"
+        self._key, self._is_first = f"{self._prefix}{runtime.instance_id}", True
         await self._loads.subscribe(runtime.events, f"{namespace}.{WORKER_COMPONENT}")
         await runtime.events.subscribe(f"{namespace}.{STORIES_SUBJECT}", self._on_event)
         self._declare_metrics()
+        if (options := TraceOptions.from_environ(os.environ)) is not None:
+            self._export_traces(options)
         settings, observer = runtime.settings.observer, self._observer
         routes = {**ObserverHandler(observer).routes(), **RoutingHandler(observer).routes()}
         await serve_pages(runtime, settings.host, settings.port, routes, self._health_facts)
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.tasks.start(self._sample_every_second(), "worker samples")
         runtime.tasks.start(self._write_books(), "slo")
-        key = f"{OBSERVERS_PREFIX}{namespace}/{runtime.instance_id}"
-        await runtime.discovery.put(key, runtime.public_address.encode())
+        await runtime.discovery.put(self._key, runtime.public_address.encode())
+
+    def _export_traces(self, options: TraceOptions) -> None:
+        runtime = self._runtime
+        exporter = TraceExporter(options, runtime.clock, runtime.metrics)
+
+        def export(entry: KeptStory) -> None:
+            if self._is_first:
+                exporter.add(entry)
+
+        self._observer.listeners.append(export)
+        runtime.tasks.start(exporter.run(), "traces")
 
     def _apply_settings(self, settings: Settings) -> None:
         target, gap_s = settings.observer.slo_target, settings.observer.gap_slo
@@ -102,7 +120,8 @@ class ObserverService:
                 log.exception("workers were not sampled")
 
     async def _write_books(self) -> None:
-        """Write the counts of requests. A disk that is full is reported once."""
+        """Write the counts of requests, and find out whether this observer exports traces: the
+        first one does. A disk that is full is reported once."""
         clock, books, written = self._runtime.clock, self._observer.slo_books, True
         while True:
             await clock.sleep(BOOKS_INTERVAL_S)
@@ -110,6 +129,9 @@ class ObserverService:
             before, written = written, await clock.offload(books.write)
             if before and not written:
                 log.warning("requests for `dynamo slo` are not written; it is tried again")
+            with suppress(OSError, DynamoError):
+                observers = await self._runtime.discovery.get(self._prefix)
+                self._is_first = self._key <= min(observers, default=self._key)
 
     def _health_facts(self) -> Mapping[str, Any]:
         return {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from dynamo.communication.events import EventSource
+from dynamo.core.text import TextOptions
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
@@ -156,6 +158,8 @@ class StoryPublisher:
             good += not matters
             if not matters and good > MAX_STORIES:
                 continue
+            if story.options is not None:
+                story.options = _describe_options(*story.options)
             tables += bool(story.attempts)
             for attempt in story.attempts:
                 if tables <= MAX_TABLES:
@@ -172,3 +176,20 @@ class StoryPublisher:
 def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
     """Replace the function that builds the cost table by the table."""
     attempt.costs = tuple(attempt.costs()) if keep and callable(attempt.costs) else ()
+
+
+def _describe_options(options: TextOptions, streaming: bool) -> dict[str, Any]:
+    """Return the options that the spans of a request tell."""
+    sampling = options.sampling
+    described: dict[str, Any] = {
+        "max_tokens": options.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "stop": options.stop or None,
+        "stream": streaming or None,
+    }
+    return {name: value for name, value in described.items() if value is not None}

@@ -1,0 +1,240 @@
+"""The spans of a request, made from its story, by OpenTelemetry's conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from dynamo.core.errors import CANCELLED
+from dynamo.operations.observer.stages import find_stages, find_worker_stages
+from dynamo.operations.observer.stories import KeptStory
+from dynamo.telemetry.story import AttemptFacts, EndedStory
+from dynamo.telemetry.trace_context import make_span_id
+
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
+"""The version of the names below. All `gen_ai` names are still in development."""
+INTERNAL, SERVER, CLIENT = 1, 2, 3
+"""OpenTelemetry's kinds of spans."""
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+OTHER_OPERATIONS = "chat"
+SPAN_BY_STAGE = {"read": "read", "tokenise": "tokenise", "admit": "admit", "place": "route"}
+WORKER_SPANS = ("queue", "prefill", "transfer", "decode")
+REQUEST_ATTRIBUTES = {
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "stop": "gen_ai.request.stop_sequences",
+    "stream": "gen_ai.request.stream",
+}
+"""Names of `EndedStory.options`."""
+CLIENT_CLOSED = 499
+
+
+class SpanEvent(NamedTuple):
+    """An event within a span, at a time in nanoseconds since 1970."""
+
+    name: str
+    at_ns: int
+    attributes: Mapping[str, Any]
+
+
+class TraceSpan(NamedTuple):
+    """A span. Ids are hexadecimal, times nanoseconds since 1970. `error`: the code of what failed,
+    "" for success. `link`: the id of another span of the trace. `parent_id`: "" for a root."""
+
+    span_id: str
+    parent_id: str
+    name: str
+    kind: int
+    began_ns: int
+    ended_ns: int
+    attributes: Mapping[str, Any]
+    error: str = ""
+    events: tuple[SpanEvent, ...] = ()
+    link: str = ""
+
+
+def worker_name(instance: str) -> str:
+    """Return the name of a worker without the random part of its instance id."""
+    return instance.rpartition("-")[0] or instance
+
+
+def make_spans(entry: KeptStory, statuses: Mapping[str, int]) -> list[TraceSpan]:
+    """Return the spans of a request, its root first. `statuses`: HTTP statuses by error code."""
+    maker = _SpanMaker(entry.story)
+    return [maker.root(entry.process, statuses), *maker.frontend_stages(), *maker.attempts()]
+
+
+class _SpanMaker:
+    """Makes the spans of one request. Children are within their parents."""
+
+    def __init__(self, story: EndedStory) -> None:
+        self._story = story
+        self._root_id = make_span_id(story.request_id)
+        self._began_ns = int(story.wall_s * 1e6) * 1_000
+
+    def _at(self, us: int) -> int:
+        return self._began_ns + min(max(us, 0), self._story.ended_us) * 1_000
+
+    def root(self, process: str, statuses: Mapping[str, int]) -> TraceSpan:
+        """Return the span of the whole request."""
+        story = self._story
+        operation = OPERATIONS.get(story.path, OTHER_OPERATIONS)
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "dynamo",
+            "gen_ai.request.model": story.model,
+            "gen_ai.response.model": story.model,
+            "gen_ai.usage.input_tokens": story.prompt_tokens,
+            "gen_ai.usage.output_tokens": story.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": story.cached_tokens,
+            "http.request.method": "POST",
+            "http.route": story.path,
+            "http.response.status_code": self._status(statuses),
+            "service.instance.id": process,
+            "dynamo.request.id": story.request_id,
+            "dynamo.longest_gap_s": story.gap_us / 1e6,
+            "dynamo.moves": len(story.attempts) - len({each.choice for each in story.attempts}),
+        }
+        for name, value in (story.options or {}).items():
+            if name in REQUEST_ATTRIBUTES:
+                attributes[REQUEST_ATTRIBUTES[name]] = value
+        if story.choices != 1:
+            attributes["gen_ai.request.choice.count"] = story.choices
+        if story.first_us is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = story.first_us / 1e6
+        if story.client_id != story.request_id:
+            attributes["dynamo.client.request.id"] = story.client_id
+        if story.attempts:
+            attributes["dynamo.router.mode"] = story.attempts[0].mode
+        error = "" if story.end == CANCELLED else story.end
+        if error:
+            attributes["error.type"] = error
+        name = f"{operation} {story.model}".strip()
+        ended_ns = self._at(story.ended_us)
+        return TraceSpan(
+            self._root_id, story.parent_id, name, SERVER, self._began_ns, ended_ns, attributes,
+            error, tuple(self._moves()),
+        )  # fmt: skip
+
+    def _status(self, statuses: Mapping[str, int]) -> int:
+        story = self._story
+        if not story.end or story.first_us is not None:  # the head of the stream was sent
+            return int(HTTPStatus.OK)
+        if story.end == CANCELLED:
+            return CLIENT_CLOSED
+        return statuses.get(story.end, int(HTTPStatus.INTERNAL_SERVER_ERROR))
+
+    def _moves(self) -> Iterator[SpanEvent]:
+        for before, after in self._with_previous():
+            if before is not None:
+                facts = {
+                    "dynamo.move.from": before.worker,
+                    "dynamo.move.to": after.worker,
+                    "dynamo.move.reason": before.error,
+                    "dynamo.move.token": after.resumed,
+                }
+                yield SpanEvent("moved", self._at(after.placed_us), facts)
+
+    def _with_previous(self) -> Iterator[tuple[AttemptFacts | None, AttemptFacts]]:
+        """Yield each attempt with the one before of the same prompt and choice."""
+        previous: dict[str, AttemptFacts] = {}
+        for attempt in self._story.attempts:
+            answer = attempt.key.rpartition("/")[0] or str(attempt.choice)
+            yield previous.get(answer), attempt
+            previous[answer] = attempt
+
+    def frontend_stages(self) -> Iterator[TraceSpan]:
+        """Yield the spans of stages outside of workers."""
+        for number, stage in enumerate(find_stages(self._story)):
+            name = SPAN_BY_STAGE.get(stage.name)
+            if name is None:
+                continue
+            attributes: dict[str, Any] = {}
+            if name == "admit" and self._story.waited_for:
+                attributes["dynamo.admit.waited_for"] = self._story.waited_for
+            yield TraceSpan(
+                make_span_id(f"{self._story.request_id} {number}"),
+                self._root_id,
+                name,
+                INTERNAL,
+                self._at(stage.began_us),
+                self._at(stage.began_us + stage.us),
+                attributes,
+            )
+
+    def attempts(self) -> Iterator[TraceSpan]:
+        """Yield the span of each attempt, and those of its stages at the worker."""
+        for before, attempt in self._with_previous():
+            key = attempt.key
+            span_id = make_span_id(key)
+            began_ns, ended_ns = self._at(attempt.placed_us), self._at(attempt.ended_us)
+            name = worker_name(attempt.worker)
+            error = "" if attempt.error == CANCELLED else attempt.error
+            link = "" if before is None else make_span_id(before.key)
+            ended_ns = max(began_ns, ended_ns)
+            yield TraceSpan(
+                span_id, self._root_id, f"generate {name}", CLIENT, began_ns, ended_ns,
+                _attempt_attributes(attempt, name), error, (), link,
+            )  # fmt: skip
+            for number, stage in enumerate(find_worker_stages(attempt)):
+                if stage.name in WORKER_SPANS:
+                    stage_ns = min(self._at(stage.began_us), ended_ns)
+                    yield TraceSpan(
+                        make_span_id(f"{key} {number}"),
+                        span_id,
+                        stage.name,
+                        INTERNAL,
+                        stage_ns,
+                        min(max(self._at(stage.began_us + stage.us), stage_ns), ended_ns),
+                        _stage_attributes(stage.name, attempt),
+                    )
+
+
+def _attempt_attributes(attempt: AttemptFacts, name: str) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "dynamo.worker.name": name,
+        "dynamo.worker.id": attempt.worker,
+        "dynamo.router.mode": attempt.mode,
+        "dynamo.router.candidates": attempt.candidates,
+        "dynamo.router.overlap_blocks": attempt.overlap_blocks,
+        "gen_ai.usage.input_tokens": attempt.prompt_tokens,
+        "gen_ai.usage.output_tokens": attempt.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": attempt.cached_tokens,
+    }
+    if attempt.predicted_us is not None:
+        attributes["dynamo.router.predicted_ttft_s"] = attempt.predicted_us / 1e6
+    if attempt.prefill_worker:
+        attributes["dynamo.prefill_worker.id"] = attempt.prefill_worker
+    if attempt.resumed:
+        attributes["dynamo.resumed_tokens"] = attempt.resumed
+    if attempt.error:
+        attributes["error.type"] = attempt.error
+    return attributes
+
+
+def _stage_attributes(stage: str, attempt: AttemptFacts) -> dict[str, Any]:
+    times = attempt.times
+    if times is None:
+        return {}
+    worker = attempt.worker
+    if stage == "prefill" and attempt.prefill_worker and times.peer_prefill_s:
+        worker = attempt.prefill_worker
+    shown: dict[str, dict[str, Any]] = {
+        "queue": {
+            "dynamo.ahead_requests": times.ahead_requests,
+            "dynamo.ahead_tokens": times.ahead_tokens,
+        },
+        "transfer": {"dynamo.kv_from": times.kv_from or None},
+        "decode": {
+            "dynamo.preemptions": times.preemptions,
+            "dynamo.recomputed_tokens": times.recomputed_tokens,
+        },
+    }
+    known = {name: value for name, value in shown.get(stage, {}).items() if value is not None}
+    return {"dynamo.worker.id": worker} | known

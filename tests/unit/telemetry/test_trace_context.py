@@ -1,0 +1,95 @@
+"""Traces of clients are taken over, and what is no trace is ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.telemetry.trace_context import (
+    exports_traces,
+    is_chosen,
+    make_span_id,
+    take_over_trace,
+    trace_headers,
+)
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADER = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "garbage",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-0x",
+        f"{HEADER}, {HEADER}",  # two headers
+        f"01-{TRACE}-{SPAN}-01-{'x' * 300}",
+        f"{HEADER}\u00e9",
+    ],
+)
+def test_garbage_is_no_trace(header: str) -> None:
+    headers = {b"traceparent": header.encode("latin-1"), b"tracestate": b"a=1"}
+    assert take_over_trace(headers, "r", None) is None
+    begun = take_over_trace(headers, "r", 0.0)
+    assert begun is not None
+    assert (begun.parent_id, begun.flags, begun.state) == ("", None, "")
+
+
+def test_a_trace_is_passed_on_as_it_is_where_nothing_is_exported() -> None:
+    headers = {b"traceparent": HEADER.encode(), b"tracestate": b"vendor=a:b,other=c"}
+    trace = take_over_trace(headers, "r", None)
+    assert trace is not None
+    assert (trace.trace_id, trace.parent_id, trace.flags) == (TRACE, SPAN, 1)
+    assert trace.answer_headers() == (
+        ("traceparent", HEADER),
+        ("tracestate", "vendor=a:b,other=c"),
+    )
+    context = Context("r", trace=trace.header, metadata={"tracestate": trace.state})
+    passed = trace_headers(context, 0, exported=False)
+    assert passed == {"traceparent": HEADER, "tracestate": "vendor=a:b,other=c"}
+    assert trace_headers(Context("r"), 0, exported=True) == {}
+
+
+def test_spans_of_engines_are_below_the_attempt() -> None:
+    trace = take_over_trace({b"traceparent": HEADER[:-1].encode() + b"0"}, "r", 1.0)
+    assert trace is not None
+    assert trace.header == f"00-{TRACE}-{make_span_id('r')}-00"
+    passed = trace_headers(Context("r", attempt=3, trace=trace.header), 2, exported=True)
+    assert passed == {"traceparent": f"00-{TRACE}-{make_span_id('r/2/3')}-00"}
+
+
+def test_a_later_version_is_read_like_this_one_and_a_giant_state_is_left_out() -> None:
+    headers = {b"traceparent": f"42-{TRACE}-{SPAN}-03-more".encode(), b"tracestate": b"a" * 600}
+    trace = take_over_trace(headers, "r", None)
+    assert trace is not None
+    assert (trace.trace_id, trace.flags, trace.state) == (TRACE, 3, "")
+
+
+def test_a_share_of_requests_begins_a_sampled_trace() -> None:
+    traces = [take_over_trace({}, f"r-{number}", 0.1) for number in range(2_000)]
+    sampled = [trace for trace in traces if trace is not None and trace.header.endswith("-01")]
+    assert 140 < len(sampled) < 260
+    assert all(is_chosen(trace.trace_id, 0.1) for trace in sampled)
+    assert take_over_trace({}, "r", None) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "exported"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/x"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "True"}, False),
+    ],
+)
+def test_a_collector_is_named_by_the_usual_variables(
+    environ: dict[str, str], exported: bool
+) -> None:
+    assert exports_traces(environ) is exported
