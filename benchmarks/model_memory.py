@@ -4,10 +4,11 @@
     benchmarks/model_memory.py [--orders 20] [--limits 900,1200,1600] [--folder DIR] [--seed 0]
 
 For each order, a deployment starts in a control group with one of the limits (MiB, by turns). Its
-three models have random weights, are loaded always or on demand by chance, and are asked in a random
-order. Then each that is loaded gets as many prompts at once as fill its cache, so that it uses what
-it may use. `use` is the highest memory of the group without file cache while that lasts, and `planned`
-is what the supervisor counts: the models that are loaded, and its other processes.
+three models have random weights, are loaded on demand, under the highest limit by chance also
+always, and are asked in a random order. Then each that is loaded gets as many prompts at once as
+fill its cache, so that it uses what it may use. `use` is the highest memory of the group without
+file cache while that lasts, and `planned` is what the supervisor counts: the models that are loaded,
+and its other processes.
 
 Needs a control group that this process may change (version 2 or 1). Exits with 1 if a process was
 killed, a request failed, or a use is more than 5 % from the plan.
@@ -46,7 +47,7 @@ from dynamo.testing.family import write_family_folder
 SIZES = {"small": (256, 4), "medium": (512, 6), "large": (768, 10)}
 """Size of the hidden state, and layers."""
 KV_HEADS, HEAD_DIM, CONTEXT, BLOCK = 2, 64, 8192, 16
-PROMPT, TOKENS = 1500, 24
+PROMPT, TOKENS = 1500, 256
 TEMPLATE = 2 * BLOCK
 """Tokens of the chat template, and of a block that is not full."""
 TOLERANCE = 0.05
@@ -172,12 +173,6 @@ class Peak(threading.Thread):
         return self.bytes
 
 
-def read_json(url: str) -> Any:
-    """Return the answer of a server."""
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return json.load(answer)
-
-
 class Host:
     """A deployment in a control group."""
 
@@ -191,14 +186,21 @@ class Host:
         command = [sys.executable, "-m", "dynamo", "run", "-f", str(folder / "models.yaml")]
         self.child = self.group.run(command, self.log)
 
-    def wait(self) -> bool:
-        """Wait until the deployment serves. Returns False if it refused to start."""
+    def wait(self, loaded: int) -> bool:
+        """Wait until the deployment serves and has loaded a number of models. Returns False if it
+        refused to start."""
         while self.child.poll() is None:
             with contextlib.suppress(OSError):
-                read_json(self.url + "/health")
-                return True
+                if len(self.loaded()) >= loaded:
+                    return True
             time.sleep(0.1)
         return False
+
+    def loaded(self) -> Sequence[str]:
+        """Return the models that are loaded."""
+        with urllib.request.urlopen(self.url + "/v1/models", timeout=60) as answer:
+            models = json.load(answer)["data"]
+        return [each["id"] for each in models if each["status"]["value"] == "loaded"]
 
     def numbers(self, pattern: str) -> dict[str, int]:
         """Return numbers of the log by the name before them."""
@@ -211,41 +213,60 @@ class Host:
         self.group.remove()
 
 
-async def ask(host: Host, folder: Path, name: str, sizes: Sequence[int]) -> Sequence[str]:
-    """Send prompts of these sizes to a model at once, and return the errors."""
-    client = StreamClient(host.url, vocabulary(str(folder / name)), hung_s=600)
-    keys = range(len(sizes))
-    requests = [client.encode_request(key, sizes[key], TOKENS, name) for key in keys]
-    streams = await asyncio.gather(*(client.send(key, requests[key]) for key in keys))
-    return [f"{name}: {stream.error}" for stream in streams if stream.error]
+class Prompts:
+    """Prompts of these sizes for a model, sent at once. `errors` are those of answers."""
+
+    def __init__(self, host: Host, folder: Path, name: str, sizes: Sequence[int], tokens: int):
+        self._client = client = StreamClient(host.url, vocabulary(str(folder / name)), hung_s=600)
+        requests = [
+            client.encode_request(key, size, tokens, name) for key, size in enumerate(sizes)
+        ]
+        self.answers = [asyncio.create_task(client.send(*each)) for each in enumerate(requests)]
+        self._name = name
+
+    async def wait_until_computed(self) -> None:
+        """Wait until all prompts are computed."""
+        while any(not stream.times for stream in self._client.live) or not self._client.live:
+            if all(answer.done() for answer in self.answers):
+                return
+            await asyncio.sleep(0.02)
+
+    async def errors(self) -> Sequence[str]:
+        """Return the errors of the answers when they have ended."""
+        streams = await asyncio.gather(*self.answers)
+        return [f"{self._name}: {stream.error}" for stream in streams if stream.error]
 
 
 async def fill(host: Host, folder: Path, names: Sequence[str]) -> Sequence[str]:
-    """Fill the caches of models, one after the other, and all of them at last."""
+    """Fill the caches of models. The largest begins, since its answers take longest, and the next
+    one follows when all prompts of the last one are computed."""
     blocks = host.numbers(r"(\w+)-worker +\|.* blocks=(\d+)")
-    sizes = {}
-    for name in names:
+    sent = list[Prompts]()
+    for name in sorted(names, key=list(SIZES).index, reverse=True):
         tokens = blocks[name] * BLOCK
         prompts = -(-tokens // PROMPT)
-        sizes[name] = [tokens // prompts - TOKENS - TEMPLATE] * prompts
-    errors = await asyncio.gather(*(ask(host, folder, name, sizes[name]) for name in names))
-    return [error for each in errors for error in each]
+        sizes = [tokens // prompts - TOKENS - TEMPLATE] * prompts
+        sent.append(Prompts(host, folder, name, sizes, TOKENS))
+        await sent[-1].wait_until_computed()
+    return [error for each in sent for error in await each.errors()]
 
 
 async def run_order(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]:
     """Run one order, and return its figures."""
     rng = random.Random(f"{args.seed} {number}")
     names, limit_mib = rng.sample(list(SIZES), 3), args.limits[number % len(args.limits)]
-    loads = {name: rng.choice(["always", "on_demand"]) for name in names}
+    choices = ["always", "on_demand"][limit_mib < max(args.limits) :]  # where all fit
+    loads = {name: rng.choice(choices) for name in names}
     models = [{"path": str(folder / n), "name": n, "load": loads[n]} for n in names]
     host = Host(folder, limit_mib, models)
     report = {"limit": limit_mib, "order": [f"{name} {loads[name]}" for name in names]}
     try:
-        if not host.wait():
+        if not host.wait(list(loads.values()).count("always")):
             return report | {"refused": host.log.read_text().strip().splitlines()[-2:]}
-        errors = [error for name in names for error in await ask(host, folder, name, [8])]
-        listed = read_json(host.url + "/v1/models")["data"]
-        loaded = [m["id"] for m in listed if m["status"]["value"] == "loaded"]
+        errors: list[str] = []
+        for name in names:
+            errors += await Prompts(host, folder, name, [8], 8).errors()
+        loaded = host.loaded()
         peak = Peak(host.group)
         peak.start()
         errors += await fill(host, folder, loaded)

@@ -122,8 +122,13 @@ def load_on_demand(deployment: Deployment, model: Path) -> None:
             answers = pool.map(lambda _: ask(deployment, "rare")[0], range(8))
             assert set(answers) == {200}
         until(lambda: models(deployment)["rare"] == ([], "unloaded", 0))
+    body = {"model": "rare", "input": "a dog", "background": True, "max_output_tokens": 4}
+    response = ask(deployment, "", "/v1/responses", body)[1]
+    path = f"/v1/responses/{response['id']}"
+    until(lambda: ask(deployment, "", path)[1]["status"] == "incomplete")
+    until(lambda: models(deployment)["rare"] == ([], "unloaded", 0))
     log = deployment.log.read_text()
-    assert log.count("a model is loaded model=rare") == 2
+    assert log.count("a model is loaded model=rare") == 3
     assert dynamo(deployment, "remove", "rare")[0] == 0
     assert ask(deployment, "rare")[0] == 404
 

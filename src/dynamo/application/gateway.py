@@ -225,7 +225,8 @@ class Gateway:
         if served is not None:
             return name, served
         pending = self._pending_model(name)
-        if pending in self._unloaded and not self._unloaded[pending]:
+        is_unloaded = pending in self._unloaded and pending not in self.models
+        if is_unloaded and not self._unloaded[pending]:
             raise UnloadedModel(pending)
         if pending in self._pending and pending not in self._unloaded:
             raise ModelNotReady(
@@ -233,7 +234,7 @@ class Gateway:
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
-        embeds = name in self.embedding_models or pending in self._unloaded
+        embeds = name in self.embedding_models or is_unloaded
         names = {**self.models, **self.unloaded_names()}
         if embeds or not (self.models or False in self._unloaded.values()):
             embedding = self.embedding_models or self._unloaded
@@ -301,8 +302,9 @@ class Gateway:
             served = next(iter(self.embedding_models.values()))
             return served.names[0], served
         hint = "start one: `dynamo run in=http out=native minilm`"
-        if self.embedding_models:
-            hint = f"embedding models: {_format_names(self.embedding_models)}"
+        to_load = [model for model, embeds in self._unloaded.items() if embeds]
+        if embedding_models := {**self.embedding_models, **dict.fromkeys(to_load)}:
+            hint = f"embedding models: {_format_names(embedding_models)}"
         if name in self.models or unloaded or name == DEFAULT_MODEL:
             raise InvalidRequest(
                 f"{name[:200]!r} generates text and computes no embeddings",

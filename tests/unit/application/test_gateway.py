@@ -121,6 +121,16 @@ def test_a_model_on_demand_is_not_loaded_for_a_request_that_it_cannot_answer() -
         on_demand(vectors=True).find(None)
 
 
+def test_the_default_model_is_found_as_soon_as_it_is_open() -> None:
+    gateway = on_demand(a=False, vectors=True)
+    gateway.add(served("a"))  # `set_unloaded` follows
+    for name in (None, "default", "a"):
+        assert gateway.find(name)[1].names == ("a",)
+    with pytest.raises(InvalidRequest) as got:
+        gateway.find_embedding_model("a")
+    assert got.value.hint == "embedding models: 'vectors'"
+
+
 def test_an_adapter_of_a_model_without_workers_is_not_ready() -> None:
     gateway = Gateway()
     gateway.add(served("a"))

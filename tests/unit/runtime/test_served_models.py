@@ -72,6 +72,11 @@ def supervisor(spec: Spec, supervise: Supervise, sources: Sources) -> Supervisor
     return supervise(*specs, models=ModelSources(sources.make_specs, sources.save))
 
 
+def test_a_name_that_is_given_twice_is_no_alias(spec: Spec, supervise: Supervise) -> None:
+    supervisor = supervise(model(spec, "a", SERVE, "a", "chat", "chat"))
+    assert supervisor._models.aliases == {"a": ("chat",)}
+
+
 async def until_listed(deployment: Deployment, expected: dict[str, list[str]]) -> None:
     """Wait until the record of the supervisor lists these models with their aliases."""
     plane = await open_discovery(deployment.discovery_url)

@@ -90,7 +90,8 @@ class ServedModels:
 
     def _list(self, spec: ChildSpec) -> None:
         if spec.model:
-            self.aliases.setdefault(spec.model, tuple(spec.settings.model.names[1:]))
+            names = dict.fromkeys((spec.model, *spec.settings.model.names[1:]))
+            self.aliases.setdefault(spec.model, tuple(names)[1:])
 
     async def add(
         self, entry: Mapping[str, Any], progress: ControlProgressCallback, *, save: bool
