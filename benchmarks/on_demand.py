@@ -3,7 +3,7 @@
 
     benchmarks/on_demand.py burst [--requests 100] [--model DIR]
     benchmarks/on_demand.py room [--seconds 60] [--rate 4] [--model DIR]
-    benchmarks/on_demand.py kills [--seconds 60] [--model DIR]
+    benchmarks/on_demand.py kills [--seconds 60] [--every 2.5] [--model DIR]
 
 `burst`: requests come at once for a mock model that is not loaded and takes two seconds to start.
 
@@ -11,7 +11,8 @@
 answered within the time of three loads, and no answer may be cut.
 
 `kills`: a frontend, a worker that loads, or the supervisor is killed at random moments. A request may
-fail, but none may last longer than its own limit.
+fail, but none may last longer than its own limit. In the end, each model is served again, and no
+process is left over.
 """
 
 from __future__ import annotations
@@ -169,16 +170,20 @@ async def room(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def kill_at_random(host: Host, kills: Counter[str], ended: asyncio.Event) -> None:
+async def kill_at_random(
+    host: Host, kills: Counter[str], ended: asyncio.Event, args: argparse.Namespace
+) -> None:
     """Kill processes of the deployment until the end, and start the supervisor again."""
-    rng = random.Random(0)
+    rng = random.Random(args.seed)
     while not ended.is_set():
-        await asyncio.sleep(rng.uniform(1, 4))
-        role = rng.choice(["frontend", "worker", "worker", "supervisor"])
-        state = "starting" if role == "worker" else ""
-        pids = await asyncio.to_thread(host.processes, role, state)
+        await asyncio.sleep(args.every * rng.uniform(0.4, 1.6))
+        role, pids = rng.choice(["frontend", "worker", "worker", "supervisor"]), list[int]()
+        while not (pids or ended.is_set()):
+            state = "starting" if role == "worker" else ""
+            pids = await asyncio.to_thread(host.processes, role, state)
+            await asyncio.sleep(0.02)
         if not pids:
-            continue
+            return
         kills[role] += 1
         os.kill(rng.choice(pids), signal.SIGKILL)
         if role == "supervisor":
@@ -191,10 +196,12 @@ async def kills(args: argparse.Namespace) -> dict[str, Any]:
     host = Host(args, NAMES, runtime={"memory": "2GiB"})
     client = StreamClient(host.url, vocabulary(args.model), hung_s=3 * args.limit)
     counts, ended = Counter[str](), asyncio.Event()
-    killing = asyncio.create_task(kill_at_random(host, counts, ended))
+    killing = asyncio.create_task(kill_at_random(host, counts, ended, args))
     answers = await send_at_random(client, args, ended)
     await killing
+    served = [name for name in NAMES if await is_served(client, name)]
     host.stop()
+    left = len(host.processes("worker") + host.processes("frontend"))
     durations = [stream.ended - stream.started for _, stream in answers]
     errors = Counter(re.sub(r"[\d.]+", "N", stream.error)[:60] for _, stream in answers)
     return {
@@ -203,8 +210,21 @@ async def kills(args: argparse.Namespace) -> dict[str, Any]:
         "ends": errors,
         "longest_s": round(max(durations), 2),
         "limit_s": args.limit,
-        "holds": max(durations) <= args.limit + GRACE_S,
+        "served_in_the_end": served,
+        "processes_left": left,
+        "holds": max(durations) <= args.limit + GRACE_S and len(served) == len(NAMES) and not left,
     }
+
+
+async def is_served(client: StreamClient, name: str) -> bool:
+    """Return whether a model answers within a minute."""
+    deadline = now() + 60
+    while now() < deadline:
+        stream = await client.send(0, client.encode_request(0, PROMPT, TOKENS, name))
+        if stream.is_complete(TOKENS):
+            return True
+        await asyncio.sleep(0.5)
+    return False
 
 
 PARTS = {"burst": burst, "room": room, "kills": kills}
@@ -219,6 +239,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rate", type=float, default=4)
     parser.add_argument("--startup", type=float, default=STARTUP_S)
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between kills")
     parser.add_argument("--limit", type=float, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
