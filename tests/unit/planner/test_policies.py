@@ -6,6 +6,7 @@ import math
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 from tests.support.planner_cluster import LIMITS, TIMING, make_demand
 
 from dynamo.core.plugins import PLANNER_POLICIES, PLANNER_PREDICTORS
@@ -47,7 +48,7 @@ def play(
         past.append(Sample(now, proposals[-1].facts, proposals[-1].wanted))
         sizes = proposals[-1].wanted
         kinds = {
-            name: KindState(sizes[name], sizes[name], role=kind.role, start_s=kind.start_s)
+            name: replace(kind, wanted=sizes[name], ready=sizes[name])
             for name, kind in kinds.items()
         }
     return proposals
@@ -214,6 +215,18 @@ def test_a_role_lends_ready_workers_to_one_that_lacks_some_now(
     }
     later = policy.propose(Scene(15.0, lent, demand, PROMISE, tuple(past), 16))
     assert later.wanted["prefill"] == sizes[0]
+
+
+@pytest.mark.parametrize("pool", ["p", ""])
+def test_workers_that_can_turn_are_held_for_some_starts(pool: str) -> None:
+    """A mix of requests that comes back needs them before new ones have started."""
+    many, few = make_demand(700), make_demand(200)
+    kinds = {name: replace(kind, pool=pool) for name, kind in SPLIT.items()}
+    proposals = play(FlowPolicy(PolicyOptions()), [*[many] * 35, *[few] * 60], kinds)
+    totals = [sum(proposal.wanted.values()) for proposal in proposals]
+    assert (totals[60] == totals[34]) == bool(pool)  # 30 starts of 15 s are 30 decisions
+    assert totals[-1] < totals[34]
+    assert any("that could turn are held" in each.why for each in proposals) == bool(pool)
 
 
 def test_roles_do_not_turn_with_chance() -> None:

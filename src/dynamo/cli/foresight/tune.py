@@ -134,7 +134,8 @@ def _apply(best: Recommendation, deployment: Deployment, settings: Settings) -> 
     try:
         verdicts = asyncio.run(AutoTuner(tuner, run_round=try_values).apply(best))
     except KeyboardInterrupt:
-        print("interrupted: the settings are taken back", file=sys.stderr)
+        text = "the settings are taken back, unless all processes were getting them already"
+        print(f"interrupted: {text}", file=sys.stderr)
         return 130
     for verdict in verdicts:
         print(f"{'kept' if verdict.keep else 'taken back'}: {verdict.why}")

@@ -125,12 +125,13 @@ def unknown_speed(scene: Scene) -> Proposal:
 
 def held_size(scene: Scene, role: Role, seconds: float) -> int:
     """Return the largest size that a role wanted in the last seconds (see `size_fact`). Before the
-    past is so long, the present size counts, too."""
+    past is so long, the present size counts, too. Of split roles "both" are all workers."""
     since = scene.now_s - seconds - 1e-6
     past = [each.facts for each in scene.past if each.now_s >= since]
     held = max((int(facts.get(f"size {role}", 0)) for facts in past), default=0)
     if len(past) == len(scene.past):
-        held = max(held, sum(kind.wanted for kind in kinds_of(scene, role).values()))
+        kinds = kinds_of(scene, role) or scene.kinds
+        held = max(held, sum(kind.wanted for kind in kinds.values()))
     return held
 
 

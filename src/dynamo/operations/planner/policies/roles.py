@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dynamo.operations.planner.policies.policy import (
     at_least_one,
     capacity_of,
+    held_size,
     kinds_of,
     length_facts,
     ready,
     series,
+    size_fact,
     spread,
     start_s,
     unknown_speed,
@@ -27,6 +29,9 @@ RUNNING_SHARE = 0.9
 MIN_CLEAR_S = 30.0
 MEAN_S = 60.0
 LEND_S = 120.0
+HOLD_STARTS = 30
+"""Workers that can turn are held for so many times of a start: a mix of requests that comes back
+needs them sooner than they start."""
 STEADY = 0.5
 """A role shrinks by one worker only if so much of another one is spare, too."""
 
@@ -52,20 +57,13 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     )
     means = tuple(_mean(scene, fact) for fact in ("wanted prefill", "wanted decode"))
     sizes = [max(each, mean) for each, mean in zip(wanted, means, strict=True)]
-    room, both = _room(scene), (prompts, answers)
-    if room is not None and sum(map(math.ceil, sizes)) > room:
-        present = [sum(kind.wanted for kind in kinds.values()) for kinds in both]
-        sizes = list(_share(bare, queued, sizes, room, present))
-        counts = [at_least_one(scene, size) for size in sizes]
-    else:
-        counts = [
-            _steady(at_least_one(scene, size), size, kinds)
-            for size, kinds in zip(sizes, both, strict=True)
-        ]
-    if room is not None and sum(counts) > room:  # rounding
-        counts[counts.index(max(counts))] -= sum(counts) - room
+    both = (prompts, answers)
+    counts = _whole_sizes(scene, bare, queued, sizes, both)
+    total = sum(counts)
+    held = _hold(scene, counts, both)
     lent = _lend(scene, counts, bare, both)
     facts = {
+        **size_fact("both", total),
         "work prefill": works["prefill"],
         "work decode": works["decode"],
         "wanted prefill": wanted[0],
@@ -77,10 +75,51 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
         f"prompts are {bare[0]:.2f} workers of work and answers {bare[1]:.2f}, of which workers "
         f"take {PREFILL_SHARE:g} and {DECODE_SHARE:g}"
     )
+    if held:
+        why += f"; {held} that could turn are held"
     for fact, count in lent.items():
         why += f"; {count:.0f} {fact.removeprefix('lent ')} workers turn, which the others lack now"
     notes = [capacity.fault] if capacity.fault else []
     return Proposal(spread(counts[0], prompts) | spread(counts[1], answers), why, facts, notes)
+
+
+def _whole_sizes(
+    scene: Scene,
+    bare: Sequence[float],
+    queued: float,
+    sizes: Sequence[float],
+    roles: Sequence[Mapping[str, KindState]],
+) -> list[int]:
+    """Return whole workers of both roles, within the budget."""
+    room = _room(scene)
+    if room is not None and sum(map(math.ceil, sizes)) > room:
+        present = [sum(kind.wanted for kind in kinds.values()) for kinds in roles]
+        sizes = _share(bare, queued, sizes, room, present)
+        counts = [at_least_one(scene, size) for size in sizes]
+    else:
+        counts = [
+            _steady(at_least_one(scene, size), size, kinds)
+            for size, kinds in zip(sizes, roles, strict=True)
+        ]
+    if room is not None and sum(counts) > room:  # rounding
+        counts[counts.index(max(counts))] -= sum(counts) - room
+    return counts
+
+
+def _can_turn(roles: Sequence[Mapping[str, KindState]]) -> bool:
+    return all(kind.pool for kinds in roles for kind in kinds.values())
+
+
+def _hold(scene: Scene, counts: list[int], roles: Sequence[Mapping[str, KindState]]) -> int:
+    """Let workers that can turn stay while both roles together wanted so many not long ago. Returns
+    how many stay."""
+    before = sum(counts)
+    lacks = held_size(scene, "both", HOLD_STARTS * start_s(scene.kinds)) - before
+    for index, kinds in enumerate(roles) if _can_turn(roles) else ():
+        more = max(0, min(lacks, sum(kind.wanted for kind in kinds.values()) - counts[index]))
+        counts[index] += more
+        lacks -= more
+    return sum(counts) - before
 
 
 def _lend(
@@ -94,7 +133,7 @@ def _lend(
     A worker turns at once, and a start takes a while. The role that has lent does not grow again
     for `LEND_S`. Returns the facts.
     """
-    if not all(kind.pool for kinds in roles for kind in kinds.values()):
+    if not _can_turn(roles):
         return {}
     facts = {}
     for own, other in ((0, 1), (1, 0)):
