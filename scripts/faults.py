@@ -2,7 +2,7 @@
 """Inject every fault of tests/faults/table.py on every kind of planes, run the attacks of
 tests/attacks, and write docs/faults.md with a table of each.
 
-    scripts/faults.py [--only WORD] [--planes plain|servers]
+    scripts/faults.py [--only WORD] [--planes plain|servers|pods]
     scripts/faults.py --attacks
 
 With --only or --planes, results are printed and the page is not written. With --attacks, only the
@@ -28,10 +28,11 @@ sys.path.insert(0, str(ROOT))
 from tests.conftest import write_tiny_model  # noqa: E402
 from tests.faults.cluster import PLANES, Cluster  # noqa: E402
 from tests.faults.fault import Fault  # noqa: E402
+from tests.faults.pods import PodCluster  # noqa: E402
 from tests.faults.table import TABLE  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
-NAMES = {"plain": "file, TCP", "servers": "etcd, NATS"}
+NAMES = {"plain": "file, TCP", "servers": "etcd, NATS", "pods": "Kubernetes"}
 HEAD = """\
 # Faults
 
@@ -41,7 +42,7 @@ workers, a step every 20 ms and default settings. "The same" means the tokens th
 without the fault generates.
 
 | fault | expected | {planes} |
-|---|---|---|---|
+|---|---|---|---|---|
 """
 
 MORE = """
@@ -72,7 +73,7 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
     """Inject a fault. Returns if the outcome is as expected, and a measurement or the error."""
     with tempfile.TemporaryDirectory(prefix="dynamo-faults-") as folder:
         more = {"timing": fault.timing} if fault.timing else {}
-        cluster = Cluster(
+        cluster = (PodCluster if planes == "pods" else Cluster)(
             model,
             Path(folder),
             planes,

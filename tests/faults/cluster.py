@@ -23,7 +23,7 @@ from tests.support.servers import EtcdProcess, NatsProcess, S3Process, free_port
 
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 
-PLANES = ("plain", "servers")
+PLANES = ("plain", "servers", "pods")
 STEP_MS = 20
 InjectFault = Callable[[], Awaitable[object]]
 

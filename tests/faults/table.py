@@ -20,6 +20,7 @@ from tests.faults.cluster import Cluster
 from tests.faults.disaggregation import DISAGGREGATED
 from tests.faults.fault import Fault
 from tests.faults.kv_stores import KV_STORES
+from tests.faults.pods import PODS
 from tests.faults.sleeping import SLEEPING
 from tests.faults.stream_client import Answer, KeptConnection, ask, body_of, read
 
@@ -389,4 +390,5 @@ TABLE = (
     *SLEEPING,
     *DISAGGREGATED,
     *KV_STORES,
+    *PODS,
 )  # fmt: skip

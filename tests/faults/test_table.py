@@ -8,6 +8,7 @@ import pytest
 from tests.faults.cluster import Cluster
 from tests.faults.fault import Fault
 from tests.faults.kv_stores import KV_STORES
+from tests.faults.pods import PodCluster
 from tests.faults.table import TABLE
 
 QUICK = [fault for fault in TABLE if fault.quick and not (fault.prefill or fault in KV_STORES)]
@@ -15,6 +16,6 @@ QUICK = [fault for fault in TABLE if fault.quick and not (fault.prefill or fault
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.run.__name__)
 async def test_fault(fault: Fault, tiny_model: Path, tmp_path: Path) -> None:
-    cluster = Cluster(tiny_model, tmp_path, workers=fault.workers, frontends=fault.frontends)
-    with cluster:
+    kind = PodCluster if "pods" in fault.planes else Cluster
+    with kind(tiny_model, tmp_path, workers=fault.workers, frontends=fault.frontends) as cluster:
         await fault.run(cluster)

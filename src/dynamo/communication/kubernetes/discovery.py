@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Final, Self
 
@@ -108,10 +108,12 @@ class KubernetesDiscovery(Discovery):
             self._queues.discard(queue)
 
     async def revoke_lease_of(self, key: str) -> None:
-        await self._refresh()
+        await self._objects.listed.wait()
+        with suppress(PlaneUnavailable):  # known objects are deleted when the server is back
+            await self._refresh()
         for process in tuple(self._objects.objects.values()):
             if key in process.records:
-                await delete_object(self._link, self._path, process.name, process.uid)
+                await self._delete(process)
 
     async def close(self) -> None:
         if self._closed:
@@ -169,9 +171,10 @@ class KubernetesDiscovery(Discovery):
         await self._objects.listed.wait()
         for process in tuple(self._objects.objects.values()):
             if self._own.is_leftover(process):
-                await self._delete_leftover(process)
+                await self._delete(process)
 
-    async def _delete_leftover(self, process: ProcessObject) -> None:
+    async def _delete(self, process: ProcessObject) -> None:
+        """Delete an object, as soon as the server is back."""
         backoff = Backoff(RETRY_S, MAX_RETRY_S, 0.5)
         while True:
             try:

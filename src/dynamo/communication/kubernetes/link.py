@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.communication.addresses import bracket_ipv6, is_loopback
 from dynamo.communication.http.client import HttpAnswer, HttpClient
+from dynamo.communication.outage_log import OutageLog
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.host.parent_death_signal import dying_with_parent
 from dynamo.core.redaction import remember_secrets
@@ -44,19 +45,16 @@ class ApiServerError(PlaneUnavailable):
 
 class KubernetesLink:
     """Sends requests to an API server. All raise `ApiServerError` for an answer that is a failure,
-    and `PlaneUnavailable` if the server cannot be reached. `namespace` is that of the pod's
-    service account, else "default"."""
+    and `PlaneUnavailable` if the server cannot be reached. `server` names it in messages, and
+    `namespace` is that of the pod's service account, else "default"."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, server: str, timeout_s: float) -> None:
+        self.server = server
+        self.outage_log = OutageLog("Kubernetes", server)
         self.namespace = "default"
+        self._timeout_s = timeout_s
         self._client: HttpClient | None = None
         self._closed = False
-
-    @property
-    def url(self) -> str:
-        """The URL of the server that requests go to, or of the proxy."""
-        return self._client.url if self._client is not None else "the API server"
 
     async def request(
         self, method: str, path: str, body: Any = None, *, content_type: str = JSON
@@ -95,7 +93,7 @@ class KubernetesLink:
             if version in served:
                 return version
         raise PlaneUnavailable(
-            f"Kubernetes at {self.url} has {group} as {', '.join(sorted(served)) or 'nothing'}, "
+            f"Kubernetes at {self.server} has {group} as {', '.join(sorted(served)) or 'nothing'}, "
             f"and {' or '.join(known)} is needed"
         )
 
@@ -125,7 +123,7 @@ class KubernetesLink:
                     )  # fmt: skip
             except (OSError, TimeoutError) as error:
                 reason = str(error) or f"no answer within {timeout_s:g} s"
-                raise PlaneUnavailable(f"Kubernetes at {self.url}: {reason}") from None
+                raise PlaneUnavailable(f"Kubernetes at {self.server}: {reason}") from None
             if answer.status != 401 or fresh:
                 break
         if answer.status >= 300:
@@ -142,8 +140,8 @@ class AccountLink(KubernetesLink):
     """The link of a pod: the service account's token and CA are read from their folder."""
 
     def __init__(self, host: str, port: str, folder: Path, timeout_s: float) -> None:
-        super().__init__(timeout_s)
-        self._host, self._port = host, port
+        super().__init__(f"{bracket_ipv6(host)}:{port}", timeout_s)
+        self._host = host
         self._folder = folder
         self._authorization = ""
         self._ca = b""
@@ -180,13 +178,12 @@ class AccountLink(KubernetesLink):
     def _connect(self, ca: bytes) -> HttpClient:
         """Return a client that trusts a CA. Without one the server must be on this host, since the
         token would go over the network in the clear."""
-        at = f"{bracket_ipv6(self._host)}:{self._port}"
         if not ca:
             if not is_loopback(self._host):
                 raise OSError(f"{self._folder} has no ca.crt, so the server cannot be verified")
-            return HttpClient(f"http://{at}", {}, None)
+            return HttpClient(f"http://{self.server}", {}, None)
         context = ssl.create_default_context(cadata=ca.decode("ascii"))
-        return HttpClient(f"https://{at}", {}, context)
+        return HttpClient(f"https://{self.server}", {}, context)
 
 
 class ProxyLink(KubernetesLink):
@@ -194,7 +191,7 @@ class ProxyLink(KubernetesLink):
     kubeconfig, is started with the first request and ends with this process."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(timeout_s)
+        super().__init__("kubectl proxy", timeout_s)
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 

@@ -78,6 +78,7 @@ class OwnObject:
         self._written: dict[str, bytes] = {}
         self._uid = ""
         self._version = 0
+        self._away = False
         self._dirty = asyncio.Event()
         self._attempt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._identity = ProcessIdentity(pod.container, os.getpid(), start_ticks(os.getpid()))
@@ -94,8 +95,9 @@ class OwnObject:
         )
 
     async def write(self, key: str, value: bytes | None) -> None:
-        """Write a record, or delete it (None), and return after the next attempt. A write that the
-        server cannot take now is repeated until it is back. Raises `TooLarge`, `Unsupported`."""
+        """Write a record, or delete it (None), and return after the next attempt, or at once while
+        the server is away. A write that failed is repeated until it is back. Raises `TooLarge`,
+        `Unsupported`."""
         if value is None:
             self._desired.pop(key, None)
             if key not in self._written:
@@ -104,7 +106,8 @@ class OwnObject:
             self._check(key, value)
             self._desired[key] = value
         self._dirty.set()
-        await asyncio.shield(self._attempt)
+        if not self._away:
+            await asyncio.shield(self._attempt)
 
     def on_change(self, process: ProcessObject | None, *, after_outage: bool) -> None:
         """Compare the object that the server has with this process's records."""
@@ -129,17 +132,21 @@ class OwnObject:
             delay_s = 0.0
             try:
                 await self._flush()
+                self._away = False
                 backoff.reset()
             except PlaneUnavailable as error:
+                self._away = True
                 self._dirty.set()
                 delay_s = max(backoff.next_s(rng), error.retry_after_s or 0.0)
-            attempt.set_result(None)
+            finally:
+                attempt.set_result(None)
             last_s = time.monotonic()
             await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
         """Delete the object, if the server can be reached."""
-        self._attempt.cancel()
+        if not self._attempt.done():
+            self._attempt.set_result(None)
         if self._uid:
             uid, self._uid = self._uid, ""
             with suppress(PlaneUnavailable):

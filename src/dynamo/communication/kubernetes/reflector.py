@@ -13,7 +13,6 @@ from urllib.parse import urlencode
 import msgspec
 
 from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
-from dynamo.communication.outage_log import OutageLog
 from dynamo.core.clock import Backoff
 from dynamo.core.errors import DECODE_ERRORS, PlaneUnavailable
 
@@ -126,7 +125,6 @@ class Reflector(Generic[T]):
         self._on_changes = on_changes
         self._query = {"labelSelector": selector} if selector else {}
         self._rng = rng or Random()
-        self._outage_log = OutageLog("Kubernetes", link.url)
         self._versions: dict[str, int] = {}
         self._listed_version = self._version = 0
         self._deleted: dict[str, int] = {}
@@ -186,7 +184,7 @@ class Reflector(Generic[T]):
         self._apply_list(version, items, replaces=True)
         self._version = version
         self.connection_error = ""
-        self._outage_log.end()
+        self._link.outage_log.end()
         self._publish(after_outage=True)
         self.listed.set()
 
@@ -303,7 +301,7 @@ class Reflector(Generic[T]):
 
     def _report(self, error: PlaneUnavailable) -> None:
         self.connection_error = error.message
-        self._outage_log.report(error.message)
+        self._link.outage_log.report(error.message)
 
 
 def _key(metadata: Metadata) -> str:
