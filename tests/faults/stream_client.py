@@ -53,15 +53,15 @@ class KeptConnection:
     """A connection that is opened for the first request and kept for the next ones, as clients do.
     `async with` closes it."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._at = host, port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Return the connection, or a new one if the server has closed it."""
         if self._streams is None or self._streams[0].at_eof():
             self.close()
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+            self._streams = await asyncio.open_connection(*self._at)
         return self._streams
 
     def close(self) -> None:

@@ -1,0 +1,133 @@
+"""A graph under load on a cluster whose pods are processes: updates, sizes, faults."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from tests.faults.stream_client import Answer, KeptConnection, ask
+from tests.support.graph_processes import GraphProcesses
+
+from dynamo.core.tasks import BackgroundTasks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
+    pytest.mark.timeout(300),
+]
+STREAMS = 6
+
+
+class Load:
+    """Streams in turn from a number of clients, each on a new connection."""
+
+    def __init__(self, pods: GraphProcesses) -> None:
+        self._pods = pods
+        self._tasks = BackgroundTasks()
+        self._stopping = False
+        self.answers: list[Answer] = []
+
+    async def __aenter__(self) -> Self:
+        for client in range(STREAMS):
+            self._tasks.start(self._ask(client))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping = True
+        await self._tasks.join()
+
+    async def _ask(self, client: int) -> None:
+        while not self._stopping:
+            async with KeptConnection(8000, self._pods.host("llm")) as connection:
+                self.answers.append(await ask(0, client, 30, connection=connection))
+
+    async def more(self, count: int) -> None:
+        """Wait for more answers."""
+        wanted = len(self.answers) + count
+        async with asyncio.timeout(60):
+            while len(self.answers) < wanted:
+                await asyncio.sleep(0.02)
+
+    def assert_unaffected(self) -> None:
+        """Assert that every answer is complete, and the same for the same prompt."""
+        bad = [answer for answer in self.answers if not answer.complete]
+        assert not bad, bad[:3]
+        assert len({answer.text for answer in self.answers}) == STREAMS
+
+
+@pytest.fixture
+async def pods() -> AsyncIterator[GraphProcesses]:
+    async with GraphProcesses({"n1": {}, "n2": {}}) as pods:
+        pods.cluster.proxy.lag_s = 1.0
+        yield pods
+
+
+def graph(model: Path, *, workers: int = 2, image: str = "dynamo:1", **env: str) -> dict[str, Any]:
+    """Return a graph of two frontends and simulated workers."""
+    main = {
+        "name": "main",
+        "image": image,
+        "command": ["python3", "-m", "dynamo.mocker"],
+        "args": ["--model-path", str(model), "--model-name", "tiny"],
+        "env": [{"name": name, "value": value} for name, value in env.items()],
+    }
+    template = {"spec": {"containers": [main]}}
+    components = [
+        {"name": "front", "type": "frontend", "replicas": 2},
+        {"name": "work", "type": "worker", "replicas": workers, "podTemplate": template},
+    ]
+    return {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": "llm"},
+        "spec": {
+            "components": components,
+            "env": [{"name": "DYNAMO_SERVER__LEAVE_S", "value": "2"}],
+        },
+    }
+
+
+async def test_updates_and_sizes_break_no_stream(pods: GraphProcesses, tiny_model: Path) -> None:
+    await pods.apply(graph(tiny_model))
+    await pods.until(lambda: pods.is_successful("llm"))
+    before = pods.runs("work")
+    await asyncio.sleep(pods.cluster.proxy.lag_s)
+    async with Load(pods) as load:
+        await load.more(STREAMS)
+        await pods.apply(graph(tiny_model, VERSION="2"))
+        await pods.until(lambda: pods.is_successful("llm"))
+        assert not set(before) & set(pods.runs("work"))
+        await pods.apply(graph(tiny_model, VERSION="2", workers=1))
+        await pods.until(lambda: len(pods.cluster.kubelet.runs) == 3)
+        await load.more(STREAMS)
+        await pods.apply(graph(tiny_model, VERSION="2", image="missing:1", workers=1))
+        await pods.until(lambda: "ImagePullBackOff" in str(pods.graph("llm")["status"]))
+        await load.more(STREAMS)
+    load.assert_unaffected()
+    assert not pods.server.access.refused
+
+
+async def test_faults_break_no_stream(pods: GraphProcesses, tiny_model: Path) -> None:
+    await pods.apply(graph(tiny_model))
+    await pods.until(lambda: pods.is_successful("llm"))
+    await asyncio.sleep(pods.cluster.proxy.lag_s)
+    async with Load(pods) as load:
+        await load.more(STREAMS)
+        pods.runs("work")[0].containers[0].kill("OOMKilled")
+        await pods.until(lambda: not pods.is_successful("llm"))
+        await pods.until(lambda: pods.is_successful("llm"))
+        await pods.server.stop()
+        pods.runs("work")[1].containers[0].kill()
+        await load.more(3 * STREAMS)
+        await pods.server.start()
+        await pods.until(lambda: pods.runs("work")[1].containers[0].ready)
+        pods.runs("work")[0].evict("The node was low on resource: memory.")
+        await pods.until(lambda: len(pods.runs("work")) == 3)
+        await pods.until(lambda: pods.is_successful("llm"))
+        await load.more(STREAMS)
+    load.assert_unaffected()
+    assert not pods.server.access.refused
