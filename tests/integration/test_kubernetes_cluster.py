@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import yaml
+from tests.conftest import until
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 KUBECTL, DYNAMO = SCRIPTS / "kubectl", SCRIPTS / "dynamo"
@@ -23,11 +24,15 @@ pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
 MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
-SECRET = """
+REFERRED = """
 apiVersion: v1
 kind: Secret
 metadata: {name: hf-token-secret}
 stringData: {HF_TOKEN: none}
+---
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: planner-profile-data}
 """
 WEB = """
 apiVersion: apps/v1
@@ -92,12 +97,12 @@ def address_of(env: dict[str, str], service: str) -> str:
 
 @pytest.fixture(scope="module")
 def operator(cluster: dict[str, str]) -> Iterator[None]:
-    """Run the operator beside the cluster, with its kinds and a Secret that manifests refer to."""
+    """Run the operator beside the cluster, with its kinds and what manifests refer to."""
     crds = subprocess.run(
         [DYNAMO, "kubernetes", "crds"], capture_output=True, text=True, check=True, timeout=60
     )
     kubectl(cluster, "apply", "--server-side", "-f", "-", text=crds.stdout)
-    kubectl(cluster, "apply", "-f", "-", text=SECRET)
+    kubectl(cluster, "apply", "-f", "-", text=REFERRED)
     process = subprocess.Popen(
         [DYNAMO, "kubernetes", "operator"], env=cluster, stderr=subprocess.PIPE, text=True
     )
@@ -128,6 +133,29 @@ def test_mocker_example_serves_disaggregated(cluster: dict[str, str], tiny_model
     kubectl(cluster, "delete", "dgd", "mocker-disagg")
     kubectl(cluster, "wait", "--for=delete", "pod", "--all", "--timeout=90s")
     assert not kubectl(cluster, "get", "deploy,svc,pdb,netpol,role", "-o", "name")
+
+
+@pytest.mark.usefixtures("operator")
+def test_manifests_of_nvidia_dynamo_apply_unchanged(cluster: dict[str, str]) -> None:
+    for path in sorted(MANIFESTS.glob("*.yaml")):
+        text = path.read_text().replace("${VERSION}", "1.3.1")
+        name = yaml.safe_load(text)["metadata"]["name"]
+        kubectl(cluster, "apply", "-f", "-", text=text)
+        kubectl(cluster, "wait", "--for=condition=SpecValid", f"dgd/{name}", "--timeout=60s")
+        if "multinode" in text:
+            reason = "jsonpath={.status.conditions[?(@.type=='Ready')].reason}"
+            shown = kubectl(cluster, "get", "dgd", name, "-o", reason)
+            assert shown == "MultinodeNeedsGroveOrLWS"
+        else:
+            pattern = "jsonpath={.status.components}"
+            components = json.loads(kubectl(cluster, "get", "dgd", name, "-o", pattern))
+            count = max(text.count("mainContainer:"), text.count("podTemplate:"))
+            assert len(components) == count
+            wanted = f"-l=nvidia.com/dynamo-graph-deployment-name={name}"
+            until(lambda: "ImagePullBackOff" in kubectl(cluster, "get", "pods", wanted, "-o=yaml"))  # noqa: B023
+        kubectl(cluster, "explain", "dgd.spec.components")
+        kubectl(cluster, "delete", "dgd", name)
+    kubectl(cluster, "wait", "--for=delete", "pod", "--all", "--timeout=60s")
 
 
 def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
