@@ -93,6 +93,7 @@ class PodCluster(Cluster):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._tasks.close()  # no controller starts pods again
         await self.kubelet.close()
         await self.proxy.close()
         await self._front.close()
