@@ -131,3 +131,24 @@ async def test_faults_break_no_stream(pods: GraphProcesses, tiny_model: Path) ->
         await load.more(STREAMS)
     load.assert_unaffected()
     assert not pods.server.access.refused
+
+
+async def test_a_lost_node_breaks_streams_of_its_frontends_alone(
+    pods: GraphProcesses, tiny_model: Path
+) -> None:
+    await pods.apply(graph(tiny_model))
+    await pods.until(lambda: pods.is_successful("llm"))
+    await asyncio.sleep(pods.cluster.proxy.lag_s)
+    node = pods.runs("work")[0].node
+    async with Load(pods) as load:
+        await load.more(STREAMS)
+        await pods.cluster.kubelet.lose_node(node)
+        await pods.until(lambda: not pods.is_successful("llm"))
+        await pods.until(lambda: pods.is_successful("llm"))
+        await load.more(STREAMS)
+        during, load.answers = load.answers, []
+        await load.more(STREAMS)
+    load.assert_unaffected()
+    assert {run.node for run in pods.runs("work")} == {"n1", "n2"} - {node}
+    broken = [answer for answer in during if not answer.complete]
+    assert all(answer.error.startswith("connection") for answer in broken), broken
