@@ -12,15 +12,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.support.kubernetes import account_environment
+from tests.support.kubernetes_graphs import GraphCluster, component, graph
 from tests.support.planner_cluster import TIMING, Cluster
 
 from dynamo.communication.discovery import open_discovery
+from dynamo.communication.kubernetes.link import open_link
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo
 from dynamo.operations.planner.connectors.connector import Connector
+from dynamo.operations.planner.connectors.kubernetes import KubernetesConnector
 from dynamo.operations.planner.connectors.local import LocalConnector
 from dynamo.operations.planner.connectors.simulated import SimulatedConnector
 from dynamo.operations.planner.connectors.virtual import (
@@ -113,6 +117,38 @@ class TestVirtual(ConnectorConformance):
                 await self.cluster.scale(order)
                 self.number = order.number
             await self.report()
+
+        return settle
+
+
+class TestKubernetes(ConnectorConformance):
+    """An operator that follows the adapters of a graph."""
+
+    @pytest.fixture
+    async def connector(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[Connector]:
+        nodes = {"node": {"nvidia.com/gpu": "8"}}
+        async with GraphCluster(tmp_path, nodes) as cluster:
+            await cluster.operator()
+            worker = component("worker", "worker", 2, scalingAdapter={})
+            limits = {"limits": {"nvidia.com/gpu": 1}}
+            worker["podTemplate"]["spec"]["containers"][0]["resources"] = limits
+            await cluster.apply(graph(component("Planner", "planner"), worker))
+            await cluster.until(lambda: cluster.state() == "successful")
+            monkeypatch.setenv("DYN_PARENT_DGD_K8S_NAME", "llm")
+            monkeypatch.setenv("DYN_PARENT_DGD_K8S_NAMESPACE", "default")
+            token = cluster.server.access.account_token("default", "llm-planner")
+            environ = account_environment(cluster.server.url, token, tmp_path / "planner")
+            connector = KubernetesConnector(link=open_link(5.0, environ))
+            yield connector
+            await connector.close()
+            assert not cluster.server.access.refused
+
+    @pytest.fixture
+    def settle(self) -> Settle:
+        async def settle() -> None:
+            await asyncio.sleep(0.01)
 
         return settle
 

@@ -17,6 +17,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.crds import custom_resources
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.services.operator.loop import OperatorLoop
+from dynamo.services.operator.pod_load import ReadLoad
 from dynamo.testing.kubernetes.cluster import Cluster
 from dynamo.testing.kubernetes.controllers.loop import Controller
 from dynamo.testing.kubernetes.failures import WrongField
@@ -56,6 +57,12 @@ class ReadyPods(Controller):
         self.put_status("pods", pod, {**status, "phase": "Running", "conditions": [*others, ready]})
 
 
+async def no_load(pod: Mapping[str, Any]) -> float | None:
+    """Know nothing of a pod's load."""
+    del pod
+    return None
+
+
 class GraphCluster:
     """A cluster with the kinds of graphs, ready pods, and a client."""
 
@@ -92,12 +99,15 @@ class GraphCluster:
         await self._cluster.__aexit__(*error)
 
     async def operator(
-        self, options: PodOptions | None = None, token: str = "admintoken"
+        self,
+        options: PodOptions | None = None,
+        token: str = "admintoken",
+        read_load: ReadLoad = no_load,
     ) -> OperatorLoop:
         """Start an operator, and return when it leads."""
         folder = self._folder / f"account-{len(self._operators)}"
         link = open_link(5.0, account_environment(self.server.url, token, folder))
-        loop = OperatorLoop(link, "", SystemClock(), options or PodOptions())
+        loop = OperatorLoop(link, "", SystemClock(), options or PodOptions(), read_load=read_load)
         self._operators.append((loop, link))
         await loop.start()
         loop.lead()

@@ -219,6 +219,7 @@ PLANNER_CONNECTORS = PluginTable(
     "dynamo.planner.connectors",
     {
         "local": "dynamo.operations.planner.connectors.local:LocalConnector",
+        "kubernetes": "dynamo.operations.planner.connectors.kubernetes:KubernetesConnector",
         "virtual": "dynamo.operations.planner.connectors.virtual:VirtualConnector",
     },
 )

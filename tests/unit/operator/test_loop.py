@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.kubernetes import MERGE
@@ -18,6 +19,7 @@ from tests.support.kubernetes_graphs import (
     graph,
 )
 
+from dynamo.core.tasks import run_all
 from dynamo.operations.operator.pods import PodOptions
 
 GRAPH = graph(component("Frontend", "frontend"), component("decode", "decode", 2))
@@ -192,3 +194,70 @@ async def test_a_missing_reference_that_comes_is_noticed(cluster: GraphCluster) 
         "/api/v1/namespaces/default/secrets", {"metadata": {"name": "token"}}
     )
     await cluster.until(lambda: cluster.condition("SpecValid")[0] == "True")
+
+
+async def test_the_least_busy_pods_leave_first(cluster: GraphCluster) -> None:
+    async def read_load(pod: Mapping[str, Any]) -> float | None:
+        return 0.0 if pod["metadata"]["name"] in idle else 5.0
+
+    idle: set[str] = set()
+    await cluster.operator(read_load=read_load)
+    item = graph(component("Frontend", "frontend"), component("decode", "decode", 4))
+    await cluster.apply(item)
+    await cluster.until(lambda: cluster.state() == "successful")
+    label = {"nvidia.com/dynamo-component": "decode"}
+    names = [pod["metadata"]["name"] for pod in cluster.items("pods", **label)]
+    idle |= {names[1], names[2]}
+    item["spec"]["components"][1]["replicas"] = 2
+    await cluster.apply(item)
+    await cluster.until(lambda: cluster.state() == "successful")
+    left = {pod["metadata"]["name"] for pod in cluster.items("pods", **label)}
+    assert left == set(names) - idle
+
+
+async def test_two_managers_of_an_adapter_are_named(cluster: GraphCluster) -> None:
+    loop = await cluster.operator()
+    part = component("decode", "decode", scalingAdapter={})
+    await cluster.apply(graph(component("Frontend", "frontend"), part))
+    await cluster.until(lambda: cluster.state() == "successful")
+    for number, manager in enumerate(("hpa", "planner", "hpa")):
+        await cluster.client.send(
+            "PATCH", f"{ADAPTERS}/llm-decode/scale", {"spec": {"replicas": 2 + number}}, MERGE,
+            fieldManager=manager,
+        )  # fmt: skip
+        await cluster.until(
+            lambda: (
+                cluster.graph()["spec"]["components"][1]["replicas"] == 2 + number  # noqa: B023
+                and loop.is_idle
+            )
+        )
+    await cluster.until(lambda: cluster.condition("ScalingConflict")[0] == "True")
+    assert cluster.condition("ScalingConflict")[2] == "llm-decode: hpa and planner scale it in turn"
+
+
+async def test_many_writers_of_one_graph(cluster: GraphCluster) -> None:
+    loop = await cluster.operator()
+    await cluster.apply(GRAPH)
+    await cluster.until(lambda: cluster.state() == "successful" and loop.is_idle)
+    before = len(writes(cluster))
+
+    async def write(number: int) -> None:
+        for count in range(50):
+            labels = {f"team-{number}": str(count)}
+            patch = {"metadata": {"labels": labels}, "spec": {"labels": labels}}
+            await cluster.client.send("PATCH", f"{GRAPHS}/llm", patch, MERGE)
+
+    await run_all(*map(write, range(20)))
+    wanted = {f"team-{number}": "49" for number in range(20)}
+    await cluster.until(
+        lambda: (
+            cluster.state() == "successful"
+            and loop.is_idle
+            and all(
+                wanted.items() <= item["spec"]["template"]["metadata"]["labels"].items()
+                for item in cluster.items("deployments.apps")
+            )
+        )
+    )
+    assert cluster.graph()["metadata"]["labels"] == wanted
+    assert len(writes(cluster)) - before <= 20 * 50 * (1 + 3)

@@ -25,8 +25,8 @@ class PlannerSettings(SettingsSection, frozen=True):
     )
     connector: str = setting(
         "local",
-        "what changes the workers; local: the supervisor of this host, virtual: decisions in "
-        "discovery, which another program carries out",
+        "what changes the workers; local: the supervisor of this host, kubernetes: the adapters of "
+        "this pod's graph, virtual: decisions in discovery, which another program carries out",
         choices=tuple(PLANNER_CONNECTORS.builtin),
         plugins=PLANNER_CONNECTORS,
     )

@@ -169,7 +169,10 @@ def component_objects(graph: GraphKey, component: ComponentSpec) -> Iterator[Obj
 def adapter(graph: GraphKey, component: ComponentSpec) -> Object:
     """Return the adapter by which autoscalers change the replicas of a component."""
     reference = {"name": graph.name, "componentName": component.name}
-    labels = {COMPONENT_LABEL: bounded(component.name.lower())}
+    labels = {
+        COMPONENT_LABEL: bounded(component.name.lower()),
+        TYPE_LABEL: component.type or "worker",
+    }
     return {
         "apiVersion": f"{GROUP}/{BETA}",
         "kind": ADAPTER,

@@ -127,6 +127,12 @@ def why_not_ready(
     return NotReady(NO_ROOM if crowded else NOT_READY, text)
 
 
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """Whether the condition Ready of a pod is true."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(row["type"] == "Ready" and row["status"] == "True" for row in conditions)
+
+
 def pod_problem(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not run, "" if it runs or begins to."""
     status = pod.get("status") or {}

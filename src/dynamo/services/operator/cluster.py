@@ -228,10 +228,12 @@ class ClusterView:
         path = f"{collection(kind, namespace)}/{name}/scale?fieldManager={OPERATOR}"
         await self._send("PATCH", path, {"spec": {"replicas": replicas}}, MERGE_PATCH)
 
-    async def annotate(self, kind: str, namespace: str, name: str, **texts: str) -> None:
+    async def annotate(
+        self, kind: str, namespace: str, name: str, texts: Mapping[str, str]
+    ) -> None:
         """Set annotations of an object. Nothing happens if there is none."""
         path = f"{collection(kind, namespace)}/{name}?fieldManager={OPERATOR}"
-        body = {"metadata": {"annotations": texts}}
+        body = {"metadata": {"annotations": dict(texts)}}
         try:
             await self._change(kind, "PATCH", path, body, MERGE_PATCH)
         except ApiServerError as error:

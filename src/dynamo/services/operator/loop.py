@@ -7,26 +7,29 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
 
 import msgspec
 
 from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
 from dynamo.core.clock import Backoff, Clock
 from dynamo.core.errors import DynamoError
-from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.operations.operator.desired import adapter_status, desired
 from dynamo.operations.operator.kinds import ADAPTER, GRAPH
 from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.operations.operator.rules import manifest_path, references
+from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs
+from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
 from dynamo.operations.operator.view import Desired, Observed
+from dynamo.operations.operator.workloads import DEPLOYMENT
 from dynamo.services.operator.cluster import INVALID, ClusterView, Object, Owner
 from dynamo.services.operator.events import EventRecorder
+from dynamo.services.operator.pod_load import ReadLoad, read_pod_load
 
 log = logging.getLogger(__name__)
 FIRST_RETRY_S, MAX_RETRY_S = 0.05, 60.0
@@ -49,6 +52,8 @@ class GraphState(msgspec.Struct):
     missing: list[Problem] = []
     refused: list[Problem] = []
     failure: str = ""
+    scaling: dict[str, ScalingHistory] = {}
+    """By name of adapter."""
 
 
 class OperatorLoop:
@@ -60,12 +65,14 @@ class OperatorLoop:
         namespace: str,
         clock: Clock,
         options: PodOptions,
-        may_write: Any = lambda: True,
+        may_write: Callable[[], bool] = lambda: True,
+        read_load: ReadLoad = read_pod_load,
     ) -> None:
         self.cluster = ClusterView(link, namespace, self.mark, may_write)
         self._events = EventRecorder(link, clock)
         self._clock = clock
         self._options = options
+        self._read_load = read_load
         self._rng = Random()
         self._tasks = BackgroundTasks()
         self._states: dict[Owner, GraphState] = {}
@@ -195,7 +202,23 @@ class OperatorLoop:
             state.missing,
             state.refused,
             secret,
+            self._scaling_conflicts(owned, state),
         )
+
+    def _scaling_conflicts(
+        self, owned: Mapping[tuple[str, str], Object], state: GraphState
+    ) -> Mapping[str, Sequence[str]]:
+        """Return the managers that scale an adapter in turn, by its name."""
+        now = self._clock.now()
+        for (kind, _), item in owned.items():
+            if kind == ADAPTER:
+                name = item["metadata"]["name"]
+                state.scaling.setdefault(name, ScalingHistory()).note(item, now)
+        return {
+            name: managers
+            for name, history in state.scaling.items()
+            if (managers := history.managers_in_turn(now))
+        }
 
     async def _check_manifest(
         self, graph: Object, wanted: Desired, observed: Observed, state: GraphState
@@ -250,6 +273,7 @@ class OperatorLoop:
         if wanted.status_first:
             await cluster.put_status(graph, status)
         for (kind, name), replicas in wanted.scales:
+            await self._choose_leaving(observed.objects.get((kind, name)), observed, replicas)
             await cluster.scale(kind, namespace, name, replicas)
             self._events.add(graph, "Scaled", f"{kind} {name} has {replicas} replicas now")
         for item in wanted.objects:
@@ -259,6 +283,8 @@ class OperatorLoop:
                 state.has_secret = True
                 continue
             live = observed.objects.get((kind, name))
+            if kind == DEPLOYMENT:
+                await self._choose_leaving(live, observed, item["spec"]["replicas"])
             if await cluster.apply(item, live):
                 self._events.add(graph, "Applied", f"{kind} {name}")
         for kind, name in wanted.deletions:
@@ -274,6 +300,27 @@ class OperatorLoop:
         await cluster.put_status(graph, status)
         self._events.add_status(graph, wanted.status)
         self._events.flush(self._tasks)
+
+    async def _choose_leaving(self, live: Object | None, observed: Observed, replicas: int) -> None:
+        """Let the pods of a Deployment with the least load leave first, if some are to leave."""
+        leaving = live["spec"]["replicas"] - replicas if live else 0
+        if live is None or leaving <= 0 or not replicas:
+            return
+        labels = live["spec"]["selector"]["matchLabels"].items()
+        pods = [
+            pod
+            for pod in observed.pods
+            if labels <= (pod["metadata"].get("labels") or {}).items() and is_ready(pod)
+        ]
+        loads = await run_all(*map(self._read_load, pods))
+        known = {
+            pod["metadata"]["name"]: load
+            for pod, load in zip(pods, loads, strict=True)
+            if load is not None
+        }
+        namespace = live["metadata"]["namespace"]
+        for name, cost in deletion_costs(pods, known, leaving).items():
+            await self.cluster.annotate("Pod", namespace, name, {COST: cost})
 
 
 def pod_problems(
