@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +47,10 @@ class FakeHub(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: FakeHub
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()  # a small buffer: what is counted as sent has almost arrived
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
 
     def do_GET(self) -> None:
         self._answer()

@@ -203,6 +203,13 @@ def verify(_: Settings, text: str) -> int:
     return DAMAGED if damaged else 0
 
 
+def serve(settings: Settings, _: str) -> int:
+    """Run the component `modelstore` until it is stopped."""
+    from dynamo.services.model_store.component import run_model_store
+
+    return run_model_store(settings)
+
+
 def _find_models(text: str) -> list[ShelfModel]:
     """Return all commits of a model on the shelf. Raises `ModelUnavailable`."""
     from dynamo.models.downloads.sources import parse_spec
@@ -246,7 +253,15 @@ VERIFY = StoreCommand(
     verify,
     needs_model=False,
 )
-ACTIONS = {"list": LIST, "pull": PULL, "remove": REMOVE, "verify": VERIFY}
+SERVE = StoreCommand(
+    "store serve",
+    "Keep models for the workers of a cluster: what a worker wants is fetched here, once, and sent "
+    "to all. Stop it by Ctrl-C.",
+    "  dynamo store serve -f cluster.yaml --store.budget 500GB",
+    serve,
+    takes_model=False,
+)
+ACTIONS = {"list": LIST, "pull": PULL, "remove": REMOVE, "verify": VERIFY, "serve": SERVE}
 
 
 class StoreCommands:
@@ -259,7 +274,7 @@ class StoreCommands:
             "The fetched models on this machine: list them, fetch one, delete one, check their "
             "hashes.",
             "\n".join(dict.fromkeys(f"  dynamo store {name} ..." for name in ACTIONS)),
-            usage="{list,pull,remove,verify} [MODEL] [FLAGS]",
+            usage="{list,pull,remove,verify,serve} [MODEL] [FLAGS]",
         )
         parser.add_argument("action", choices=tuple(ACTIONS), metavar="ACTION")
         parser.add_argument("model", nargs="?", metavar="MODEL", help="see `dynamo pull --help`")

@@ -196,8 +196,13 @@ class Download:
     async def _read_from_peer(self, fetched: PartialModel, peer: str, number: int) -> None:
         began = self._clock.now()
         digest = self._peer_digests[peer][number]
+
+        def on_bytes() -> None:
+            self._scheduler.on_bytes(peer, self._clock.now())
+
         try:
-            content = await self._store.read_piece(peer, self._key, fetched.manifest, number)
+            read = self._store.read_piece
+            content = await read(peer, self._key, fetched.manifest, number, on_bytes)
             if number not in fetched.digests:
                 await self._clock.offload(fetched.write, number, content, digest)
         except Overloaded:
@@ -222,7 +227,8 @@ class Download:
             if source is None or self._source_manifest is None:
                 self._scheduler.on_failed(SOURCE, number)
                 return
-            size = await run_in_daemon(partial(fetch_piece, fetched, source, number, self._stopped))
+            work = partial(fetch_piece, fetched, source, number, self._stopped)
+            size = await run_in_daemon(work, self._stopped)
         except SourceUnavailable as error:
             self._scheduler.on_failed(SOURCE, number)
             await self._on_source_error(error)

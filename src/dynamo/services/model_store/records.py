@@ -19,6 +19,8 @@ from dynamo.models.downloads.sources import ModelSpec
 from dynamo.runtime.distributed import DistributedRuntime
 
 RECORD_INTERVAL_S = 1.0
+SMALL_KEY = "?small"
+"""The end of the key of a model without weights."""
 
 
 class StoreRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,7 +53,13 @@ def store_prefix(namespace: str, key: str = "") -> str:
 def model_key(spec: ModelSpec, *, with_weights: bool = True) -> str:
     """Return the name of a model among peers: with its revision."""
     key = f"{spec.name}@{spec.revision}"
-    return key if with_weights else f"{key}?small"
+    return key if with_weights else f"{key}{SMALL_KEY}"
+
+
+def parse_key(text: str) -> tuple[str, str]:
+    """Return the model and the instance of a key without its prefix."""
+    key, _, instance = text.partition("/")
+    return unquote(key), instance
 
 
 class PeerRecords:
@@ -145,8 +153,7 @@ async def read_records(settings: Settings) -> list[tuple[str, str, StoreRecord]]
         values = await runtime.discovery.get(prefix)
     records = []
     for name, value in sorted(values.items()):
-        key, _, instance = name.removeprefix(prefix).partition("/")
         with suppress(*DECODE_ERRORS):
             record = msgspec.json.decode(value, type=StoreRecord)
-            records.append((unquote(key), instance, record))
+            records.append((*parse_key(name.removeprefix(prefix)), record))
     return records

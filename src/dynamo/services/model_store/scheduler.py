@@ -14,8 +14,8 @@ BUSY_DELAY_S = 0.02
 """A peer that has no time is asked again after this time."""
 SLOW_FACTOR = 3.0
 MIN_SLOW_S = 0.1
-HANG_FACTOR = 30.0
-MIN_HANG_S = 5.0
+HANG_S = 5.0
+"""A peer that owes a piece and sends nothing for this time does not answer."""
 SAMPLE = 256
 """The rarest of so many pieces of a peer is taken."""
 SOURCE = ""
@@ -29,7 +29,7 @@ class _Peer:
         self.pieces: set[int] = set()
         self.queue: list[int] = []
         self.open: dict[int, float] = {}
-        self.busy_until = 0.0
+        self.busy_until = self.active_at = 0.0
 
 
 class PieceScheduler:
@@ -120,13 +120,17 @@ class PieceScheduler:
         if peer in self._peers:
             self._peers[peer].busy_until = now + BUSY_DELAY_S * (0.5 + self._rng.random())
 
+    def on_bytes(self, peer: str, now: float) -> None:
+        """Note that a part of a piece has come from a peer."""
+        if peer in self._peers:
+            self._peers[peer].active_at = now
+
     def hanging(self, now: float) -> list[str]:
-        """Return the peers with a request that is open for much longer than others take."""
-        limit = max(MIN_HANG_S, HANG_FACTOR * self._typical_s())
+        """Return the peers that owe a piece and send nothing."""
         return [
             name
             for name, peer in self._peers.items()
-            if any(now - began > limit for began in peer.open.values())
+            if peer.open and now - max(peer.active_at, min(peer.open.values())) > HANG_S
         ]
 
     def _typical_s(self) -> float:

@@ -92,8 +92,16 @@ class ModelStore:
         record = replace(record, is_store=self.is_store)
         await PeerRecords(self.runtime, key, record).announce()
 
-    async def read_piece(self, peer: str, key: str, manifest: Manifest, number: int) -> bytes:
-        """Return a piece from a peer, unchecked. Raises the errors of calls."""
+    async def read_piece(
+        self,
+        peer: str,
+        key: str,
+        manifest: Manifest,
+        number: int,
+        on_bytes: Callable[[], None],
+    ) -> bytes:
+        """Return a piece from a peer, unchecked. `on_bytes` is called with each part that comes.
+        Raises the errors of calls."""
         content = bytearray()
         window = FlowWindow(WINDOW_BYTES)
         size = manifest.pieces[number].size_bytes
@@ -101,6 +109,7 @@ class ModelStore:
         def sink(part: bytes) -> bool:
             content.extend(part)
             window.release(len(part))
+            on_bytes()
             return len(content) <= size
 
         query = FileQuery("piece", key, manifest.commit, number)
@@ -159,12 +168,14 @@ class ModelStore:
 _stores: WeakKeyDictionary[DistributedRuntime, ModelStore] = WeakKeyDictionary()
 
 
-async def open_model_store(runtime: DistributedRuntime) -> ModelStore:
+async def open_model_store(runtime: DistributedRuntime, *, is_store: bool = False) -> ModelStore:
     """Return the store of a process, which is opened by the first call."""
     store = _stores.get(runtime)
     if store is None:
         budget = runtime.settings.store.budget
-        store = _stores[runtime] = ModelStore(runtime, Shelf(budget_bytes=budget))
+        store = _stores[runtime] = ModelStore(
+            runtime, Shelf(budget_bytes=budget), is_store=is_store
+        )
         await store.start()
     return store
 
