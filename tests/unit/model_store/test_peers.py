@@ -101,9 +101,9 @@ async def test_a_store_asks_the_source_for_others(open_store: OpenStore, hub: Fa
     keeper = await open_store("z-store", is_store=True)
     ModelKeeper(keeper)
     model = await fetch_model(worker, MODEL)
-    kept = keeper.shelf.find(MODEL.name, MODEL.revision)
-    assert kept is not None
-    assert kept.manifest == model.manifest
+    copy = keeper.shelf.find(MODEL.name, MODEL.revision)
+    assert copy is not None
+    assert copy.manifest == model.manifest
     assert hub.sent_bytes <= 1.05 * model.manifest.size_bytes
 
 

@@ -159,7 +159,7 @@ class BucketSource:
                 for chunk in self._store.get(file.path, options=options).stream(READ_BYTES):
                     sink(bytes(chunk))
         except PreconditionError:
-            raise changed_error(manifest, file) from None
+            raise changed_error(manifest) from None
 
     def _open(self) -> Any:
         """Open the folder of the model's URL."""

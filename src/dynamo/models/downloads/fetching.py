@@ -30,6 +30,8 @@ MAX_ATTEMPTS = 6
 """Attempts in a row to read from a source without a byte."""
 FIRST_DELAY_S = 0.5
 LOCK_POLL_S = 0.2
+STOP_TIMEOUT_S = 3.0
+"""A thread that reads from a source may take this long to stop."""
 
 
 def open_source(spec: ModelSpec, *, with_weights: bool = True) -> Source:
@@ -129,6 +131,8 @@ class _SourceReader:
         for thread in threads:
             while thread.is_alive() and not self._stopped.is_set():
                 thread.join(LOCK_POLL_S)
+        for thread in threads:
+            thread.join(STOP_TIMEOUT_S)
         if self._error is not None:
             raise self._error
         _check(self._stopped)

@@ -100,7 +100,7 @@ class HubSource:
         with self._open(self._address(manifest.commit, file.path), span) as response:
             size = response.headers.get("Content-Range", "").rpartition("/")[2]
             if size.isdigit() and int(size) != file.size_bytes:
-                raise changed_error(manifest, file)
+                raise changed_error(manifest)
             self._pass_on(response, span, sink)
 
     def _pass_on(

@@ -167,7 +167,7 @@ class FolderSource:
         except OSError as error:
             raise SourceUnavailable(f"{file.path} of {manifest.name}: {error.strerror}") from error
         if now.commit != manifest.commit:
-            raise changed_error(manifest, file)
+            raise changed_error(manifest)
 
 
 def source_manifest(
@@ -180,9 +180,9 @@ def source_manifest(
     return Manifest(spec.name, commit, files, spec.name, with_weights=with_weights)
 
 
-def changed_error(manifest: Manifest, file: ManifestFile) -> ModelUnavailable:
-    """Return the error for a file that is not that of the manifest any more."""
+def changed_error(manifest: Manifest) -> ModelUnavailable:
+    """Return the error for files that are not those of the manifest any more."""
     return ModelUnavailable(
-        f"{file.path} of {manifest.name} changed while it was fetched",
+        f"{manifest.name} changed while it was fetched",
         hint="repeat the command, which fetches the new version",
     )

@@ -14,7 +14,13 @@ from msgspec.structs import replace
 from dynamo.core.errors import DynamoError, ModelUnavailable, Overloaded, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.models.downloads.fetching import fetch_piece, offline_error, open_source
-from dynamo.models.downloads.sources import ModelSpec, Source, SourceBusy, SourceUnavailable
+from dynamo.models.downloads.sources import (
+    ModelSpec,
+    Source,
+    SourceBusy,
+    SourceUnavailable,
+    changed_error,
+)
 from dynamo.models.file_cache import ProgressCallback, ignore_progress
 from dynamo.models.shelf.manifest import Manifest
 from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
@@ -222,8 +228,7 @@ class Download:
             if self._source_manifest is None:
                 resolved = await self._resolve([fetched.manifest])
                 if resolved is not None and resolved.commit != fetched.manifest.commit:
-                    hint = "repeat the command"
-                    raise ModelUnavailable(f"{self._key} changed while it was fetched", hint=hint)
+                    raise changed_error(fetched.manifest)
             if source is None or self._source_manifest is None:
                 self._scheduler.on_failed(SOURCE, number)
                 return
