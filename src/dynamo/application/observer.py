@@ -22,17 +22,18 @@ class StorySource(Protocol):
     ) -> Sequence[Any]: ...
     def group_causes(self, seconds: float) -> Sequence[Any]: ...
     async def report_slo(self) -> Any: ...
+    def show_activity(self, seconds: float) -> Any: ...
 
 
 class ObserverHandler:
-    """Answers /requests, /causes and /slo."""
+    """Answers /requests, /causes, /slo and /activity."""
 
     def __init__(self, source: StorySource) -> None:
         self._source = source
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        routes = (self.find, self.list_stories, self.causes, self.slo)
+        routes = (self.find, self.list_stories, self.causes, self.slo, self.activity)
         return {path: {"GET": route} for path, route in zip(STORY_PATHS, routes, strict=True)}
 
     async def find(self, exchange: Exchange) -> None:
@@ -58,3 +59,8 @@ class ObserverHandler:
     async def slo(self, exchange: Exchange) -> None:
         """GET /slo: the share of requests that were answered right and in time."""
         exchange.send_value(await self._source.report_slo())
+
+    async def activity(self, exchange: Exchange) -> None:
+        """GET /activity?seconds=60: what the deployment does now, for `dynamo top`."""
+        seconds = query_number(exchange, "seconds")
+        exchange.send_value(self._source.show_activity(60.0 if seconds is None else seconds))

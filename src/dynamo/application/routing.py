@@ -58,7 +58,7 @@ ROUTING_PATHS = (
     "/router/timeline",
     "/router/view",
 )
-STORY_PATHS = ("/requests/", "/requests", "/causes", "/slo")
+STORY_PATHS = ("/requests/", "/requests", "/causes", "/slo", "/activity")
 
 
 class RoutingHandler:

@@ -72,6 +72,10 @@ class RouterClient:
         """Fetch a `SloReport`."""
         return self._get_json("/slo", "windows")
 
+    def activity(self, seconds: int) -> dict[str, Any]:
+        """Fetch an `Activity` with the pace of the last seconds."""
+        return self._get_json(f"/activity?seconds={seconds}", "pace")
+
     def _find_json(self, path: str, part: str) -> list[dict[str, Any]]:
         """Fetch a list of something that may have happened just now: its story comes within
         `ARRIVAL_S`. Raises `NotFound`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,13 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import NotFound, StoreUnavailable
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
+from dynamo.operations.observer.activity import (
+    KEPT_S,
+    Activity,
+    PaceRecorder,
+    SlowRequest,
+    show_workers,
+)
 from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
 from dynamo.operations.observer.slo_books import SloBooks, SloReport
@@ -39,6 +46,7 @@ MAX_PAUSES = 1_000
 SAMPLE_KEPT_S = 5.0
 """The sample of a process that says nothing for so long does not count."""
 HOUR_S = 3_600.0
+SLOW_S, MAX_SLOW_SHOWN = 300.0, 20
 MAX_BROKEN, MAX_JUDGED = 5_000, 200
 USUAL = "usual for the model"
 """The cause of a request that took no longer than others."""
@@ -126,6 +134,9 @@ class DeploymentObserver:
         self._marks: OrderedDict[tuple[str, int], deque[tuple[int, str, float]]] = OrderedDict()
         self._known.marks = self._marks
         self._choices: OrderedDict[tuple[str, int, str], tuple[str, RouterChoice]] = OrderedDict()
+        self._pace = PaceRecorder()
+        self._loads: Mapping[str, Load] = {}
+        self._waiting = 0
         self._samples: dict[str, tuple[float, ProcessSample]] = {}
         self.received = self.dropped = 0
 
@@ -161,6 +172,7 @@ class DeploymentObserver:
             listener(entry)
         if story.slo >= FAILED:
             self._broken.append(entry)
+        self._pace.add(story)
         self._typical.add(story)
         self._known.add_prefills(story)
         self._known.add_moves(story)
@@ -203,9 +215,33 @@ class DeploymentObserver:
                 views[instance] = max(views.get(instance, view), view, key=VIEWS.index)
         workers = sorted({*loads, *sent})
         self.collector.workers = len(workers)
-        waiting = sum(each.waiting for each in samples)
+        self._loads, self._waiting = loads, sum(each.waiting for each in samples)
         at = float(round(self._clock.wall()))
-        self._timeline.record(at, workers, loads, sent, views=views, waiting=waiting)
+        self._timeline.record(at, workers, loads, sent, views=views, waiting=self._waiting)
+
+    def show_activity(self, seconds: float) -> Activity:
+        """Return what the deployment does now, with the pace of the last `seconds` and the slowest
+        requests of the last minutes."""
+        now = self._clock.wall()
+        recent = self.stories.select(lambda entry: entry.story.wall_s >= now - SLOW_S)
+        recent.sort(key=lambda entry: (entry.story.slo < FAILED, -entry.story.ended_us))
+        pace = self._pace.show(now, min(KEPT_S, max(1, int(seconds))))
+        slow = [self._show_slow(entry) for entry in recent[:MAX_SLOW_SHOWN]]
+        return Activity(now, self._waiting, show_workers(self._loads), pace, slow)
+
+    def _show_slow(self, entry: KeptStory) -> SlowRequest:
+        story = entry.story
+        attempts = slowest_attempts(story)
+        return SlowRequest(
+            story.request_id,
+            story.client_id,
+            story.wall_s,
+            story.ended_us / 1e6,
+            _seconds(story.first_us),
+            attempts[-1].worker if attempts else "",
+            story.end,
+            self._judge(entry).text,
+        )
 
     async def explain(self, request_id: str) -> list[Explanation]:
         """Return the decisions for a request, oldest first; "" stands for the latest requests."""

@@ -91,7 +91,7 @@ class ControlServer:
         group: ProcessGroup,
         models: ServedModels,
         folder: Path,
-        report: Callable[[], Awaitable[str]],
+        report: Callable[[str], Awaitable[str]],
     ) -> None:
         """`report` returns what `dynamo report` asks for."""
         self._group = group
@@ -184,7 +184,7 @@ class ControlServer:
             limit_s, read = float(request.count), reader.readline
             await self._trial.run(request.name, request.entry, read, limit_s, progress)
         elif request.do == "report":
-            progress(await self._report())
+            progress(await self._report(request.name))
         elif request.do == "models":
             progress(msgspec.json.encode(self._models.statuses()).decode())
         else:

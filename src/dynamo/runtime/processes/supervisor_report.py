@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,15 +29,19 @@ class SupervisorReport(msgspec.Struct, frozen=True):
 
 def make_reporter(
     children: Sequence[ChildProcess], logs: PrefixedLogWriter, settings: Settings, clock: Clock
-) -> Callable[[], Any]:
-    """Return a coroutine function that lets all children write their stacks and returns the encoded
-    report. The secrets that this process knows are not in it."""
+) -> Callable[[str], Any]:
+    """Return a coroutine function that returns the encoded report: with the lines of the process of
+    a name, or of all processes, which write their stacks before. The secrets that this process
+    knows are not in it."""
 
-    async def report() -> str:
-        for child in children:
-            child.dump_stacks()
-        await clock.sleep(STACKS_S)
+    async def report(name: str) -> str:
         lines = {**logs.last_lines, "supervisor": last_lines}
+        if name:
+            lines = {name: lines.get(name, deque())}
+        else:
+            for child in children:
+                child.dump_stacks()
+            await clock.sleep(STACKS_S)
         shown = {name: [redact(line) for line in of_name] for name, of_name in lines.items()}
         body = SupervisorReport(shown, changed_settings(settings))
         return redact(msgspec.json.encode(body, enc_hook=str).decode())

@@ -1,0 +1,1 @@
+"""`dynamo top`: what a deployment does now, in a terminal."""

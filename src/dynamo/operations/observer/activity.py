@@ -1,0 +1,131 @@
+"""The present of a deployment: its workers, the pace of its answers, and its slow requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from dynamo.core.values import Load
+from dynamo.telemetry.slo import FAILED
+from dynamo.telemetry.story import EndedStory
+
+KEPT_S = 120
+MAX_TIMES = 200
+"""So many times to the first token are kept of a second."""
+
+
+class Second(msgspec.Struct):
+    """The requests that ended in a second. Times in microseconds."""
+
+    at: int
+    requests: int = 0
+    failed: int = 0
+    tokens: int = 0
+    longest_gap_us: int = 0
+    ttft_us: list[int] = []
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """The last seconds, one value each. `ttft`, `ttft_p95` and `gap` (the longest) are in seconds,
+    None where no request ended."""
+
+    at: Sequence[int]
+    requests: Sequence[int]
+    failed: Sequence[int]
+    tokens: Sequence[int]
+    ttft: Sequence[float | None]
+    ttft_p95: Sequence[float | None]
+    gap: Sequence[float | None]
+
+
+class WorkerActivity(msgspec.Struct, frozen=True):
+    """A worker now. `tiers` are its blocks in each memory tier, and for how many there is room."""
+
+    running: int
+    waiting: int
+    prefill_tokens: int
+    active_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    tiers: Mapping[str, tuple[int, int]]
+
+
+class SlowRequest(msgspec.Struct, frozen=True):
+    """A request that took long, and why. Times in seconds."""
+
+    request_id: str
+    client_id: str
+    at: float
+    seconds: float
+    ttft: float | None
+    worker: str
+    end: str
+    verdict: str
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """A deployment at the Unix time `at`. `waiting`: requests held in its routers."""
+
+    at: float
+    waiting: int
+    workers: Mapping[str, WorkerActivity]
+    pace: Pace
+    slow: Sequence[SlowRequest]
+
+
+class PaceRecorder:
+    """Keeps a `Second` for each of the last `KEPT_S` seconds in which requests ended."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, Second] = {}
+
+    def add(self, story: EndedStory) -> None:
+        """Count a request in the second of its end."""
+        at = int(story.wall_s + story.ended_us / 1e6)
+        second = self._seconds.get(at)
+        if second is None:
+            second = self._seconds[at] = Second(at)
+            if len(self._seconds) > KEPT_S:
+                del self._seconds[min(self._seconds)]
+        second.requests += 1
+        second.failed += story.slo == FAILED
+        second.tokens += story.output_tokens
+        second.longest_gap_us = max(second.longest_gap_us, story.gap_us)
+        if story.first_us is not None and len(second.ttft_us) < MAX_TIMES:
+            second.ttft_us.append(story.first_us)
+
+    def show(self, now: float, seconds: int) -> Pace:
+        """Return the last seconds. The present one is left out: its stories come later."""
+        until = int(now) - 1
+        rows = [self._seconds.get(at, Second(at)) for at in range(until - seconds, until)]
+        sorted_times = [sorted(row.ttft_us) for row in rows]
+        return Pace(
+            [row.at for row in rows],
+            [row.requests for row in rows],
+            [row.failed for row in rows],
+            [row.tokens for row in rows],
+            [_quantile(times, 0.5) for times in sorted_times],
+            [_quantile(times, 0.95) for times in sorted_times],
+            [row.longest_gap_us / 1e6 if row.requests else None for row in rows],
+        )
+
+
+def _quantile(times: Sequence[int], share: float) -> float | None:
+    return times[min(len(times) - 1, int(len(times) * share))] / 1e6 if times else None
+
+
+def show_workers(loads: Mapping[str, Load]) -> Mapping[str, WorkerActivity]:
+    """Return the last load reports by worker."""
+    return {
+        name: WorkerActivity(
+            load.running,
+            load.waiting,
+            load.prefill_tokens,
+            load.active_blocks,
+            load.cached_blocks,
+            load.total_blocks,
+            {tier.name: (tier.blocks, tier.capacity_blocks) for tier in load.tiers},
+        )
+        for name, load in sorted(loads.items())
+    }
