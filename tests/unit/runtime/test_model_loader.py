@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 from tests.support.loading_host import GB, KEEP_ALIVE_S, LONG_S, Child, Demand, Host
 
-from dynamo.core.errors import ModelUnavailable
+from dynamo.core.errors import ConfigError, ModelUnavailable
+from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.processes.model_loader import QUIET_S, RUN_SHARE
 from dynamo.runtime.supervisors import IN_USE, WAITING, LoadRecord
@@ -321,3 +322,24 @@ async def test_idle_models_make_room_for_one_that_is_always_loaded(tasks: Backgr
     host.processes.children.append(Child(always))
     await host.settle()
     assert host.leaving == {"old"}
+
+
+async def test_added_models_get_a_share_of_what_all_others_leave(
+    small: Host, tasks: BackgroundTasks
+) -> None:
+    assert small.loader.spare_bytes() == 1, "both need all of it, and take turns"
+    assert Host(tasks).loader.spare_bytes() == 0, "no limit is known"
+    host = Host(tasks, limit_bytes=5 * GB)
+    for name in ("a", "b", "c"):
+        host.add(name)
+    always = replace(host.processes.specs.pop("c"), name="always-worker", model="always")
+    host.loader.forget("c")
+    host.processes.children.append(Child(replace(always, settings=Settings())))
+    assert host.loader.spare_bytes() == 2 * GB
+    with pytest.raises(ConfigError, match=r"no room for 5 workers of d .* need 5120 MiB"):
+        host.loader.check_room([replace(always, name=f"d-{n}", model="d") for n in range(5)])
+    one_more = replace(host.processes.specs["a"], name="a-worker-1")
+    await host.load("a", then=IN_USE)
+    host.loader.check_room([replace(one_more, name=f"a-worker-{n}") for n in range(3)])
+    with pytest.raises(ConfigError, match="need 4096 MiB, and 2048 MiB of the 5120 MiB"):
+        host.loader.check_room([replace(one_more, name=f"a-worker-{n}") for n in range(4)])
