@@ -181,9 +181,18 @@ def deployment(
 ) -> Iterator[Deployment]:
     words = ["out=vllm", str(engine_model), "--model-name", "smol", "--allow-lora-updates"]
     words += ["--lora-modules", f"a={folders['first']}", "--max-model-len", "512"]
-    arguments = ("dtype=float32", "enforce_eager=true", "num_gpu_blocks_override=64")
+    arguments = (
+        "dtype=float32",
+        "enforce_eager=true",
+        "block_size=32",
+        "num_gpu_blocks_override=64",
+    )
     words += [word for argument in arguments for word in ("--engine-arg", argument)]
-    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environ = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",  # two that wait for each other spin
+    }
     deployment = Deployment(words, tmp_path, runtime_environ | environ)
     deployment.wait_ready(300)
     yield deployment
