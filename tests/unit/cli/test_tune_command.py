@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli.entry import main
+from dynamo.cli.foresight.tune import _check_models
+from dynamo.core.errors import ConfigError
 from dynamo.operations.tuner.search import SettingSearch, Values
 
 PROMISE = ["--planner.ttft", "2s", "--planner.itl", "60ms"]
@@ -84,3 +86,15 @@ def test_wrong_input_is_said_in_a_line(
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_trace_of_another_model_is_refused(trace: str, tmp_path: Path) -> None:
+    folder = tmp_path / "record"
+    folder.mkdir()
+    row = {"timestamp": 0, "input_length": 9, "output_length": 9, "model": "own"}
+    (folder / "frontend-1.jsonl").write_text(json.dumps(row) + "\n")
+    _check_models(trace, str(folder))  # names no model
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({**row, "model": "other"}))
+    with pytest.raises(ConfigError, match="has requests for other, and the deployment serves own"):
+        _check_models(str(other), str(folder))

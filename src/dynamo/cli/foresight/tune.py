@@ -154,6 +154,8 @@ def make_search(args: argparse.Namespace, loaded: LoadedSettings) -> SettingSear
     from dynamo.operations.tuner.search import SettingSearch
     from dynamo.operations.tuner.trials import make_stages, tuned_ranges
 
+    if args.trace and args.deployment:
+        _check_models(args.trace, locate_record(args.deployment))
     args.trace = args.trace or locate_record(args.deployment)
     read_trace_flags(args)
     ours = ("planner.", "tuner.")
@@ -175,6 +177,19 @@ def make_search(args: argparse.Namespace, loaded: LoadedSettings) -> SettingSear
     stages = make_stages(requests, plan_with, promise_of(loaded.settings))
     safety = loaded.settings.tuner.min_safety_score
     return SettingSearch(tuned_ranges(loaded.settings), start, stages, safety)
+
+
+def _check_models(trace: str, record: str) -> None:
+    """Raise `ConfigError` if a trace is of other models than a deployment."""
+    from dynamo.operations.bench.traces import trace_models
+
+    models, own = trace_models(trace), trace_models(record)
+    if models and own and not models & own:
+        served, recorded = (", ".join(sorted(each)) for each in (own, models))
+        raise ConfigError(
+            f"{trace} has requests for {recorded}, and the deployment serves {served}",
+            hint="name a trace of its model, or none for its own record",
+        )
 
 
 def _print(safe: Sequence[Recommendation], better: Sequence[Recommendation], replays: int) -> None:

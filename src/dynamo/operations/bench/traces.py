@@ -33,8 +33,8 @@ TRACE_HINT = "name a file, .jsonl or .jsonl.gz, or a deployment that has a recor
 
 class TraceRow(msgspec.Struct):
     """A line of a Mooncake trace, times in milliseconds. `delay` passes after the response to the
-    previous row of the same session. Records of requests also tell the tokens of a hash id and the
-    answers to the prompt."""
+    previous row of the same session. Records of requests also tell the tokens of a hash id, the
+    answers to the prompt and the model."""
 
     input_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
     output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
@@ -44,6 +44,7 @@ class TraceRow(msgspec.Struct):
     delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     choices: Annotated[int, msgspec.Meta(ge=1)] = 1
+    model: str = ""
 
 
 class Record(msgspec.Struct, Generic[Row], frozen=True):
@@ -71,6 +72,11 @@ def trace_block_tokens(path: str) -> int:
     """Return the tokens of a hash id, by the first row that tells. Blocks. Raises `ConfigError`."""
     rows = (row.block_tokens for row in islice(_read_rows(path), MAX_ROWS_FOR_BLOCKS))
     return next(filter(None, rows), TRACE_BLOCK_TOKENS)
+
+
+def trace_models(path: str) -> set[str]:
+    """Return the models of a trace that its first rows tell. Blocks. Raises `ConfigError`."""
+    return {row.model for row in islice(_read_rows(path), MAX_ROWS_FOR_BLOCKS)} - {""}
 
 
 def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[SessionPlan]:
