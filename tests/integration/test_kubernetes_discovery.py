@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.conftest import Deployment, until
 from tests.support.kubernetes_server import KubernetesServer
 from tests.support.servers import free_port
+
+from dynamo.runtime.deployment import Deployment as ProcessFolder
 
 BODY = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
 Pod = Callable[..., Deployment]
@@ -94,3 +98,21 @@ def test_a_frontend_is_ready_once_each_role_has_answered_and_until_it_stops(
     assert get_status(f"{frontend.url}/live") == 200, "new connections are accepted meanwhile"
     assert frontend.process.wait(30) == 0
     assert get_status(f"{frontend.url}/live") == 0
+
+
+def test_a_worker_that_its_pod_restarts_is_waited_for(
+    pod: Pod, kubernetes: KubernetesServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    pod("worker", *mock(tiny_model))
+    frontend = pod("frontend", "--workers", "0")
+    frontend.wait_ready()
+    until(lambda: frontend.post("/v1/chat/completions", BODY)[0] == 200)
+    folders = (tmp_path / "worker" / "dynamo").glob("*/")
+    processes = [p for f in folders for p in ProcessFolder(f.name, f).live_processes()]
+    (worker,) = (process for process in processes if process.role == "worker")
+    os.kill(worker.pid, signal.SIGKILL)
+    kubernetes.run(kubernetes.pods.set_ready, "worker", ready=False)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(frontend.post, "/v1/chat/completions", BODY)
+        kubernetes.run(kubernetes.pods.set_ready, "worker", ready=True)
+        assert answer.result()[0] == 200

@@ -73,7 +73,8 @@ class KubernetesLink:
         return bytes(content) or answer.body
 
     async def stream(self, path: str, on_line: OnLine, timeout_s: float) -> None:
-        """Call `on_line` with each line of an answer, as it arrives, until the server ends it."""
+        """Call `on_line` with each line of an answer, as it arrives, until the server ends it, or
+        sends nothing for `timeout_s`."""
         rest = b""
 
         def on_data(part: bytes) -> bool:
@@ -113,12 +114,20 @@ class KubernetesLink:
         content_type: str,
         timeout_s: float,
     ) -> HttpAnswer:
+        """Send a request, once more if its token is refused. `timeout_s` is the longest time
+        without a part of the answer."""
+        loop = asyncio.get_running_loop()
         for fresh in (False, True):
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(timeout_s) as limit:
+
+                    def on_part(part: bytes, limit: asyncio.Timeout = limit) -> bool:
+                        limit.reschedule(loop.time() + timeout_s)
+                        return on_data(part)
+
                     client, authorization = await self._prepare(fresh=fresh)
                     answer = await client.send(
-                        method, path, data, on_data,
+                        method, path, data, on_part,
                         authorization=authorization, content_type=content_type,
                     )  # fmt: skip
             except (OSError, TimeoutError) as error:
