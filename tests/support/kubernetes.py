@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,8 +24,9 @@ APPLY = "application/apply-patch+yaml"
 class KubernetesClient:
     """Sends requests to an API server, and returns status and body."""
 
-    def __init__(self, url: str, token: str = "") -> None:
-        self._client = HttpClient(url, {"authorization": f"Bearer {token}"} if token else {}, None)
+    def __init__(self, url: str, token: str = "", ca: bytes = b"") -> None:
+        tls = ssl.create_default_context(cadata=ca.decode()) if ca else None
+        self._client = HttpClient(url, {"authorization": f"Bearer {token}"} if token else {}, tls)
 
     async def send(
         self, method: str, path: str, body: Any = None, form: str = "", **query: str
@@ -149,6 +151,10 @@ class GraphPods:
             await self._client.send(
                 "POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition
             )
+        await self._client.send("POST", "/api/v1/nodes", {"metadata": {"name": "node"}})
+        objects = f"/apis/nvidia.com/v1alpha1/namespaces/{self.namespace}/dynamoworkermetadatas"
+        while (await self._client.send("GET", objects))[0] != 200:
+            await asyncio.sleep(0.05)
         spec = {"clusterIP": "None", "selector": POD_LABELS, "ports": [{"port": 9090}]}
         body = {"metadata": {"name": "discovery", "labels": SERVICE_LABELS}, "spec": spec}
         await self._client.create(f"{self._core}/services", body)
@@ -202,11 +208,13 @@ class GraphPods:
         }
 
 
-def account_environment(url: str, token: str, folder: Path) -> dict[str, str]:
+def account_environment(url: str, token: str, folder: Path, ca: bytes = b"") -> dict[str, str]:
     """Write the files of a service account, and return the variables by which processes in pods
     find them and the API server."""
     folder.mkdir(exist_ok=True)
     (folder / "token").write_text(token, encoding="ascii")
+    if ca:
+        (folder / "ca.crt").write_bytes(ca)
     parts = urlsplit(url)
     return {
         "KUBERNETES_SERVICE_HOST": parts.hostname or "",
