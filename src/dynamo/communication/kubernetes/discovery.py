@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Final, Self
@@ -66,6 +66,7 @@ class KubernetesDiscovery(Discovery):
         self._own = OwnObject(link, self._path, pod, labels, self._on_own_lost)
         self._refresh_lock = asyncio.Lock()
         self._refreshes_begun = self._refreshes_done = 0
+        self._rng = Random()
         self._tasks = BackgroundTasks()
         self._closed = False
         self._tasks.start(self._objects.run(), "kubernetes records")
@@ -125,19 +126,17 @@ class KubernetesDiscovery(Discovery):
         await self._link.close()
 
     async def _start_watch(self, queue: ChangeQueue) -> None:
-        """Begin a watch with the present state, or with the last known one while the server is
-        away."""
-        backoff = Backoff(RETRY_S, MAX_RETRY_S, 0.5)
-        while True:
-            try:
-                await self._refresh()
-                break
-            except PlaneUnavailable:
-                if self._objects.listed.is_set() and self._slices.listed.is_set():
-                    break
-                await asyncio.sleep(backoff.next_s(Random()))
+        await self._until_back(self._refresh_or_know)
         queue.start(self._state.records)
         self._queues.add(queue)
+
+    async def _refresh_or_know(self) -> None:
+        """Read both kinds. While the server is away, what was read before is enough."""
+        try:
+            await self._refresh()
+        except PlaneUnavailable:
+            if not (self._objects.listed.is_set() and self._slices.listed.is_set()):
+                raise
 
     async def _refresh(self) -> None:
         """Read both kinds as they are now. Calls that come during a read share the next one."""
@@ -157,13 +156,7 @@ class KubernetesDiscovery(Discovery):
             self._slices.path = f"/apis/{SLICES_GROUP}/{version}/{self._slices_path}"
 
     async def _follow_slices(self) -> None:
-        backoff = Backoff(RETRY_S, MAX_RETRY_S, 0.5)
-        while not self._slices.path:
-            try:
-                await self._find_slices()
-            except PlaneUnavailable as error:
-                self._slices.connection_error = error.message
-                await asyncio.sleep(backoff.next_s(Random()))
+        await self._until_back(self._find_slices)
         await self._slices.run()
 
     async def _delete_leftovers(self) -> None:
@@ -175,14 +168,17 @@ class KubernetesDiscovery(Discovery):
 
     async def _delete(self, process: ProcessObject) -> None:
         """Delete an object, as soon as the server is back."""
+        name, uid = process.name, process.uid
+        await self._until_back(lambda: delete_object(self._link, self._path, name, uid))
+
+    async def _until_back(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work, again and again until the server can be reached."""
         backoff = Backoff(RETRY_S, MAX_RETRY_S, 0.5)
         while True:
             try:
-                await delete_object(self._link, self._path, process.name, process.uid)
+                return await work()
             except PlaneUnavailable:
-                await asyncio.sleep(backoff.next_s(Random()))
-            else:
-                return
+                await asyncio.sleep(backoff.next_s(self._rng))
 
     def _on_objects(
         self, changes: Sequence[ObjectChange[ProcessObject]], after_outage: bool

@@ -54,7 +54,6 @@ class KubernetesLink:
         self.namespace = "default"
         self._timeout_s = timeout_s
         self._client: HttpClient | None = None
-        self._closed = False
 
     async def request(
         self, method: str, path: str, body: Any = None, *, content_type: str = JSON
@@ -100,7 +99,6 @@ class KubernetesLink:
 
     async def close(self) -> None:
         """Close all connections. Requests in progress fail."""
-        self._closed = True
         if self._client is not None:
             self._client.close()
 

@@ -27,8 +27,6 @@ MAX_RETRY_S: Final = 1.0
 STABLE_S: Final = 5.0
 """A watch that lived so long was a success: the next delay is the first one again."""
 GONE: Final = 410
-LIST_ATTEMPTS: Final = 3
-"""Attempts at a list of several pages, whose rest the server may forget meanwhile."""
 
 
 class OwnerReference(msgspec.Struct, frozen=True, rename="camel"):
@@ -196,15 +194,6 @@ class Reflector(Generic[T]):
 
     async def _list(self) -> tuple[int, list[msgspec.Raw]]:
         """Return the version of a list and its items, read in pages."""
-        for attempts_left in reversed(range(LIST_ATTEMPTS)):
-            try:
-                return await self._list_pages()
-            except ApiServerError as error:
-                if error.status != GONE or not attempts_left:
-                    raise
-        raise AssertionError
-
-    async def _list_pages(self) -> tuple[int, list[msgspec.Raw]]:
         query = self._query | {"limit": str(PAGE_OBJECTS)}
         items: list[msgspec.Raw] = []
         while True:
