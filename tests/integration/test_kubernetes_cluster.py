@@ -24,16 +24,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
 MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
-REFERRED = """
-apiVersion: v1
-kind: Secret
-metadata: {name: hf-token-secret}
-stringData: {HF_TOKEN: none}
----
-apiVersion: v1
-kind: ConfigMap
-metadata: {name: planner-profile-data}
-"""
 WEB = """
 apiVersion: apps/v1
 kind: Deployment
@@ -102,7 +92,9 @@ def operator(cluster: dict[str, str]) -> Iterator[None]:
         [DYNAMO, "kubernetes", "crds"], capture_output=True, text=True, check=True, timeout=60
     )
     kubectl(cluster, "apply", "--server-side", "-f", "-", text=crds.stdout)
-    kubectl(cluster, "apply", "-f", "-", text=REFERRED)
+    secret = ("create", "secret", "generic", "hf-token-secret", "--from-literal=HF_TOKEN=none")
+    kubectl(cluster, *secret)
+    kubectl(cluster, "create", "configmap", "planner-profile-data")
     process = subprocess.Popen(
         [DYNAMO, "kubernetes", "operator"], env=cluster, stderr=subprocess.PIPE, text=True
     )
@@ -167,5 +159,7 @@ def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     assert "GET / HTTP/1.1" in kubectl(cluster, "logs", "-l", "app=web")
     assert "Service Account" in kubectl(cluster, "describe", "pods")
     kubectl(cluster, "scale", "deploy/web", "--replicas=1")
+    kubectl(cluster, "drain", "node-0", "--timeout=60s")
+    kubectl(cluster, "uncordon", "node-0")
     kubectl(cluster, "delete", "deploy/web", "svc/web")
     kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")

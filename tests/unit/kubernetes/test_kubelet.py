@@ -208,6 +208,47 @@ async def test_deletion_waits_for_the_process(
     assert not run.files.folder.exists()
 
 
+async def test_first_containers_and_hooks_run(
+    cluster: PodCluster, client: KubernetesClient
+) -> None:
+    place = {"name": "v", "mountPath": "/shared"}
+    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    body = pod_of(SERVER, "0.0.0.0", "0", volumeMounts=[place])
+    main = body["spec"]["containers"][0]
+    hook = [sys.executable, "-c", write, str(cluster.folder / "stopped"), "x"]
+    main["lifecycle"] = {"preStop": {"exec": {"command": hook}}}
+    main["readinessProbe"] = {"exec": {"command": ["cat", "/dev/null"]}}
+    first = pod_of(write, "/shared/file", "from init", volumeMounts=[place])["spec"]["containers"]
+    body["spec"] |= {"initContainers": first, "volumes": [{"name": "v", "emptyDir": {}}]}
+    await client.create(f"{CORE}/pods", body)
+    pod = await until(client, is_ready)
+    assert pod["status"]["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 0
+    assert (cluster.kubelet.run_of("p").files.folder / "volumes/v/file").read_text() == "from init"
+    await client.send("DELETE", f"{CORE}/pods/p")
+    await until(client, lambda pod: not pod)
+    assert (cluster.folder / "stopped").exists()
+
+
+async def test_mounted_files_follow_their_objects(
+    cluster: PodCluster, client: KubernetesClient
+) -> None:
+    data = {"metadata": {"name": "c"}, "data": {"a": "1"}}
+    await client.create(f"{CORE}/configmaps", data)
+    labels = {"path": "labels", "fieldRef": {"fieldPath": "metadata.labels['app']"}}
+    sources = [{"configMap": {"name": "c"}}, {"downwardAPI": {"items": [labels]}}]
+    body = pod_of(SERVER, "0.0.0.0", "0", volumeMounts=[{"name": "v", "mountPath": "/etc/v"}])
+    body["spec"]["volumes"] = [{"name": "v", "projected": {"sources": sources}}]
+    await client.create(f"{CORE}/pods", body)
+    await until(client, is_ready)
+    folder = cluster.kubelet.run_of("p").files.folder / "volumes" / "v"
+    assert [(folder / name).read_text() for name in ("a", "labels")] == ["1", "a"]
+    data["data"] = {"a": "2"}
+    await client.send("PUT", f"{CORE}/configmaps/c", data)
+    async with asyncio.timeout(60):
+        while (folder / "a").read_text() != "2":
+            await asyncio.sleep(0.01)
+
+
 async def test_stubborn_process_is_killed(cluster: PodCluster, client: KubernetesClient) -> None:
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
     body = pod_of(program + "time.sleep(600)")

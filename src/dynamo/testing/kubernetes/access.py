@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from dynamo.testing.kubernetes.controllers.workloads import is_ready
 from dynamo.testing.kubernetes.failures import ApiFailure
 from dynamo.testing.kubernetes.kinds import Object
 from dynamo.testing.kubernetes.objects import ClusterObjects, Target
+from dynamo.testing.kubernetes.selectors import structured_selector
 
 RBAC = "rbac.authorization.k8s.io"
 
@@ -80,7 +82,25 @@ class Access:
     def act(self, target: Target, body: Object, user: str) -> Object:
         """Do what a subresource other than status and scale does."""
         del user
+        if target.kind.id == "pods" and target.subresource == "eviction":
+            return self._evict(target._replace(subresource=""), body)
         raise ApiFailure(404, f"the server could not find {target.subresource!r}: {body.keys()}")
+
+    def _evict(self, target: Target, body: Object) -> Object:
+        """Delete a pod, as far as its disruption budgets let it."""
+        pod, store = self._objects.read(target), self._objects.store
+        for budget in store.items("poddisruptionbudgets.policy", target.key[0]):
+            selects = structured_selector(budget["spec"].get("selector") or {})
+            pods = [p for p in store.items("pods", target.key[0])
+                    if selects(p["metadata"].get("labels") or {})]  # fmt: skip
+            away = sum(not is_ready(p) or "deletionTimestamp" in p["metadata"] for p in pods)
+            least = budget["spec"].get("minAvailable")
+            most = budget["spec"].get("maxUnavailable", 1) if least is None else len(pods) - least
+            if pod["metadata"]["name"] in [p["metadata"]["name"] for p in pods] and away >= most:
+                text = "Cannot evict pod as it would violate the pod's disruption budget."
+                raise ApiFailure(429, text, retry_after_s=10)
+        self._objects.delete(target, body.get("deleteOptions") or {})
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _rules(self, user: User, namespace: str) -> Iterator[Object]:
         store = self._objects.store

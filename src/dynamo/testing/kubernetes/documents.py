@@ -62,6 +62,9 @@ def resource_list(kinds: Iterable[Kind], group: str, version: str) -> Object | N
         if kind.has_status:
             part = {"name": f"{kind.plural}/status", "singularName": "", "kind": kind.name}
             resources.append(part | below)
+        if kind.id == "pods":
+            part = {"name": "pods/eviction", "singularName": "", "kind": "Eviction"}
+            resources.append(part | below | {"group": "policy", "version": "v1"})
         if kind.scale:
             part = {"name": f"{kind.plural}/scale", "singularName": "", "kind": "Scale"}
             resources.append(part | below | {"group": "autoscaling", "version": "v1"})

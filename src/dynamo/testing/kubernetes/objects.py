@@ -267,8 +267,8 @@ class ClusterObjects:
             if wanted and metadata.get(field) not in (None, "", wanted):
                 text = f"the {field} of the object ({metadata[field]}) does not match the {field}"
                 raise ApiFailure(400, f"{text} on the request ({wanted})")
-        if target.key[1]:
-            metadata["name"] = target.key[1]
+            if wanted:
+                metadata[field] = wanted
         return {**body, "apiVersion": expected[0], "kind": kind.name, "metadata": metadata}
 
     def _reviewed(self, target: Target, item: Object, old: Object | None, write: Write) -> Object:

@@ -13,7 +13,7 @@ import msgspec
 from dynamo.communication.http import HttpLimits, HttpServer, Request, Response
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import DynamoError
-from dynamo.testing.kubernetes import documents
+from dynamo.testing.kubernetes import documents, protobuf
 from dynamo.testing.kubernetes.access import Access, Attributes
 from dynamo.testing.kubernetes.failures import ApiFailure
 from dynamo.testing.kubernetes.faults import Faults
@@ -339,8 +339,8 @@ class ObjectRequest:
     def _body(self) -> Any:
         data = bytes(self._request.body)
         form = self._request.header(b"content-type") or ""
-        if "protobuf" in form:
-            raise ApiFailure(415, "the server reads JSON and YAML, not protobuf: use kubectl apply")
+        if data.startswith(protobuf.MAGIC):
+            return protobuf.decode(data)
         try:
             if "yaml" in form and data[:1] not in (b"{", b"["):
                 return msgspec.yaml.decode(data)
