@@ -9,10 +9,8 @@ from typing import Any
 from dynamo.testing.kubernetes.built_in import quantity
 from dynamo.testing.kubernetes.controllers.loop import Controller
 from dynamo.testing.kubernetes.kinds import Object
-from dynamo.testing.kubernetes.selectors import matches_terms
+from dynamo.testing.kubernetes.selectors import structured_selector
 from dynamo.testing.kubernetes.store import Change
-
-_OPERATORS = {"In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent"}
 
 
 def requests_of(spec: Object) -> Counter[str]:
@@ -110,7 +108,9 @@ def _refusal(spec: Object, node: Object) -> str:
         return "node(s) didn't match Pod's node affinity/selector"
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
-    if required and not any(_matches(term, labels) for term in required["nodeSelectorTerms"]):
+    if required and not any(
+        structured_selector(term)(labels) for term in required["nodeSelectorTerms"]
+    ):
         return "node(s) didn't match Pod's node affinity/selector"
     return ""
 
@@ -122,11 +122,3 @@ def _tolerates(toleration: Object, taint: Object) -> bool:
         return toleration.get("key") in (None, "", taint["key"])
     same_value = toleration.get("value", "") == taint.get("value", "")
     return bool(toleration.get("key") == taint["key"] and same_value)
-
-
-def _matches(term: Object, labels: Object) -> bool:
-    terms = [
-        (part["key"], _OPERATORS[part["operator"]], part.get("values") or ())
-        for part in term.get("matchExpressions") or ()
-    ]
-    return matches_terms(terms, labels)

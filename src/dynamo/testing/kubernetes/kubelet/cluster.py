@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -87,17 +86,12 @@ class PodCluster(Cluster):
             self.run(controller)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()  # no controller starts pods again
         await self.kubelet.close()
         await self.proxy.close()
         await self._front.close()
-        await super().__aexit__(kind, error, trace)
+        await super().__aexit__()
         self._claim.close()
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
