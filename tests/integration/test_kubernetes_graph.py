@@ -133,6 +133,29 @@ async def test_faults_break_no_stream(pods: GraphProcesses, tiny_model: Path) ->
     assert not pods.server.access.refused
 
 
+async def test_the_planner_of_a_graph_sets_its_sizes(
+    pods: GraphProcesses, tiny_model: Path
+) -> None:
+    document = '{"environment": "kubernetes", "ttft_ms": 500, "min_endpoint": 2}'
+    main = {
+        "name": "main",
+        "image": "dynamo:1",
+        "command": ["python3", "-m", "dynamo.planner"],
+        "args": ["--config", document],
+    }
+    planned = graph(tiny_model, workers=1)
+    front, work = planned["spec"]["components"]
+    front["replicas"], work["scalingAdapter"] = 1, {}
+    template = {"spec": {"containers": [main]}}
+    planner = {"name": "plan", "type": "planner", "podTemplate": template}
+    planned["spec"]["components"].append(planner)
+    await pods.apply(planned)
+    await pods.until(lambda: len(pods.runs("work")) == 2)
+    await pods.until(lambda: pods.is_successful("llm"))
+    assert all(run.containers[0].ready for run in pods.runs("work"))
+    assert not pods.server.access.refused
+
+
 async def test_a_lost_node_breaks_streams_of_its_frontends_alone(
     pods: GraphProcesses, tiny_model: Path
 ) -> None:
