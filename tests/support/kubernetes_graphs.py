@@ -18,7 +18,7 @@ from dynamo.operations.operator.crds import custom_resources
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.services.operator.loop import OperatorLoop
 from dynamo.services.operator.pod_load import ReadLoad
-from dynamo.testing.kubernetes.cluster import Cluster
+from dynamo.testing.kubernetes.cluster import NODE, Cluster
 from dynamo.testing.kubernetes.controllers.loop import Controller
 from dynamo.testing.kubernetes.failures import WrongField
 from dynamo.testing.kubernetes.kinds import Kind, Object
@@ -132,6 +132,19 @@ class GraphCluster:
         )
         assert status in (200, 201), body
         return body
+
+    async def delete(self, name: str) -> None:
+        """Delete a graph."""
+        await self.client.send("DELETE", f"{GRAPHS}/{name}")
+
+    def add_node(self, name: str, resources: Mapping[str, str], labels: Mapping[str, str]) -> None:
+        """Add a node that is ready."""
+        self._cluster.add_node(name, {**NODE, **resources}, labels)
+
+    def nodes(self) -> list[Object]:
+        """Return the nodes."""
+        nodes: list[Object] = self.server.store.items("nodes")
+        return nodes
 
     def items(self, kind: str, **labels: str) -> list[Object]:
         """Return the objects of a kind of the store, such as deployments.apps."""

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from dynamo.operations.operator import objects
+from dynamo.operations.operator.gangs import is_gated, wants_gangs
 from dynamo.operations.operator.kinds import ADAPTER, ComponentSpec, GraphStatus
 from dynamo.operations.operator.names import COMPONENT_LABEL, GRAPH_LABEL
-from dynamo.operations.operator.pods import PodMaker, PodOptions, with_restart
+from dynamo.operations.operator.pods import PodMaker, PodOptions, with_gate, with_restart
 from dynamo.operations.operator.rules import check_graph
 from dynamo.operations.operator.status import (
     NO_ROOM,
@@ -34,6 +35,7 @@ from dynamo.operations.operator.view import (
     has_adapter,
 )
 from dynamo.operations.operator.workloads import (
+    DEPLOYMENT,
     SCALING_GROUP,
     WORKLOADS,
     Workload,
@@ -110,6 +112,7 @@ class GraphPlan:
             result.replicas.clear()
         self._add_deletions()
         self._add_ready()
+        self._add_placed()
         if conflicts := observed.scaling_conflicts:
             text = "; ".join(
                 f"{name}: {' and '.join(managers)} scale it in turn"
@@ -122,6 +125,7 @@ class GraphPlan:
     ) -> None:
         """Add the workloads of the present generation, frontends last."""
         view, result = self._view, self._result
+        gated = view.observed.has_gates and wants_gangs(view.spec, view.annotations)
         order = sorted(view.components.items(), key=lambda item: item[1][1].type == "frontend")
         for role, (number, component) in order:
             live = view.current.get(role)
@@ -129,6 +133,8 @@ class GraphPlan:
             template = self._pods.template(component, pod)
             if restarts.get(role):
                 template = with_restart(template, restarts[role])
+            if gated and kinds[role] == DEPLOYMENT:
+                template = with_gate(template)
             count = replicas[role]
             if live is not None and live.scaled[0] == SCALING_GROUP:
                 if live.ordered != count:
@@ -164,6 +170,21 @@ class GraphPlan:
                 row = view.components.get(role)
                 if row is None or (key[0] == ADAPTER and not has_adapter(row[1])):
                     deletions.append(key)
+
+    def _add_placed(self) -> None:
+        """Add the condition on the places of gangs."""
+        view, add = self._view, self._conditions.add
+        if not wants_gangs(view.spec, view.annotations):
+            return
+        waiting = [pod for pod in view.observed.pods if is_gated(pod)]
+        if not view.observed.has_gates:
+            text = "the API server has no scheduling gates (1.30); pods start one by one"
+            add("Placed", holds=False, reason="NoSchedulingGates", message=text)
+        elif waiting:
+            text = view.observed.waits or f"{len(waiting)} pods wait for the others of their gang"
+            add("Placed", holds=False, reason="WaitsForRoom", message=text)
+        else:
+            add("Placed", holds=True, reason="AllPlaced")
 
     def _add_ready(self) -> None:
         """Add the condition Ready, and set the state."""

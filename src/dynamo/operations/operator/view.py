@@ -38,6 +38,10 @@ class Observed(msgspec.Struct):
     refused: Sequence[Problem] = ()
     secret: bytes | None = None
     scaling_conflicts: Mapping[str, Sequence[str]] = {}
+    has_gates: bool = False
+    """Whether the cluster has scheduling gates (1.30)."""
+    waits: str = ""
+    """Why gated pods wait."""
 
     def workloads(self) -> list[Workload]:
         """Return the workloads of all generations."""

@@ -53,9 +53,11 @@ UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
     "ConfigMap": ("v1", "configmaps"),
     "PersistentVolumeClaim": ("v1", "persistentvolumeclaims"),
     "Event": ("v1", "events"),
+    "Node": ("v1", "nodes"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
 }
 OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)
+GATES_MINOR: Final = 30
 Owner = tuple[str, str]
 """Namespace, and label of the graph."""
 
@@ -103,9 +105,13 @@ class ClusterView:
         self._owned: dict[Owner, dict[tuple[str, str], Object]] = {}
         self._owners: dict[tuple[str, str], Owner] = {}
         self.groups: frozenset[str] = frozenset()
+        self.has_gates = False
 
     async def start(self, tasks: BackgroundTasks) -> None:
         """Follow all kinds that the cluster serves, and return when they are listed."""
+        version = msgspec.json.decode(await self._link.request("GET", "/version"))
+        minor = str(version.get("minor", "0")).rstrip("+")
+        self.has_gates = minor.isdigit() and int(minor) >= GATES_MINOR
         listed = msgspec.json.decode(await self._link.request("GET", "/apis"))
         self.groups = frozenset(group["name"] for group in listed["groups"])
         for kind, (version, _) in PATHS.items():
@@ -188,6 +194,27 @@ class ClusterView:
             raise
         item: Object = msgspec.json.decode(body)
         return item
+
+    async def list(self, kind: str) -> list[Object]:
+        """Return all objects of a kind in the cluster, as they are now."""
+        path, token, items = collection(kind, ""), "", list[Object]()
+        while True:
+            query = urlencode({"limit": "500", **({"continue": token} if token else {})})
+            page = msgspec.json.decode(await self._link.request("GET", f"{path}?{query}"))
+            items += [{**item, "kind": kind} for item in page["items"]]
+            token = page["metadata"].get("continue", "")
+            if not token:
+                return items
+
+    async def patch_pod(self, pod: Mapping[str, Any], patch: Sequence[Any]) -> None:
+        """Patch a pod. Nothing happens if it is gone, or another one has its name."""
+        metadata = pod["metadata"]
+        path = f"{collection('Pod', metadata['namespace'])}/{metadata['name']}"
+        try:
+            await self._change("Pod", "PATCH", path, patch, JSON_PATCH)
+        except ApiServerError as error:
+            if error.status not in (NOT_FOUND, INVALID):
+                raise
 
     async def create(self, kind: str, item: Object) -> bool:
         """Create an object. False: there is one already."""

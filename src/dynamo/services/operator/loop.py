@@ -17,11 +17,12 @@ from dynamo.core.clock import Backoff, Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.operations.operator.desired import adapter_status, desired
+from dynamo.operations.operator.gangs import GatedGraph, is_gated, wants_gangs
 from dynamo.operations.operator.kinds import ADAPTER, GRAPH
 from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
-from dynamo.operations.operator.rules import manifest_path, references
+from dynamo.operations.operator.rules import check_graph, manifest_path, references
 from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs
 from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
@@ -29,6 +30,7 @@ from dynamo.operations.operator.view import Desired, Observed
 from dynamo.operations.operator.workloads import DEPLOYMENT
 from dynamo.services.operator.cluster import INVALID, ClusterView, Object, Owner
 from dynamo.services.operator.events import EventRecorder
+from dynamo.services.operator.gang_gates import GangGates
 from dynamo.services.operator.pod_load import ReadLoad, read_pod_load
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class OperatorLoop:
     ) -> None:
         self.cluster = ClusterView(link, namespace, self.mark, may_write)
         self._events = EventRecorder(link, clock)
+        self._gates = GangGates(self.cluster, clock, self._gated_graphs, self.mark)
         self._clock = clock
         self._options = options
         self._read_load = read_load
@@ -83,12 +86,28 @@ class OperatorLoop:
     async def start(self) -> None:
         """Follow the cluster. Graphs are reconciled from `lead` on."""
         await self.cluster.start(self._tasks)
+        self._tasks.start(self._gates.run(), "gangs")
 
     def lead(self) -> None:
         """Begin to reconcile, with all graphs."""
         self._leads = True
         for owner in self.cluster.owners():
             self.mark(owner)
+
+    def _gated_graphs(self) -> list[GatedGraph]:
+        """Return the graphs with pods behind gates, or not bound since these are open."""
+        graphs = []
+        for owner in self.cluster.owners() if self._leads else ():
+            owned = self.cluster.owned(owner)
+            pods = [item for (kind, _), item in owned.items() if kind == "Pod"]
+            graph = next((item for (kind, _), item in owned.items() if kind == GRAPH), None)
+            if graph is None or all(pod["spec"].get("nodeName") for pod in pods):
+                continue
+            check = check_graph(graph["spec"])
+            annotations = graph["metadata"].get("annotations") or {}
+            if check.spec is not None and wants_gangs(check.spec, annotations):
+                graphs.append(GatedGraph(owner, check.spec, pods))
+        return graphs
 
     def stop_leading(self) -> None:
         """Reconcile nothing more."""
@@ -174,6 +193,8 @@ class OperatorLoop:
             observed.missing, observed.refused = state.missing, state.refused
             wanted = desired(graph, observed, self._options)
         await self._write(graph, wanted, observed, state)
+        if any(map(is_gated, observed.pods)):
+            self._gates.wake()
         if state.missing:
             return RECHECK_MISSING_S
         return wanted.recheck_s
@@ -203,6 +224,8 @@ class OperatorLoop:
             state.refused,
             secret,
             self._scaling_conflicts(owned, state),
+            self.cluster.has_gates,
+            self._gates.waits.get((namespace, bounded(metadata["name"])), ""),
         )
 
     def _scaling_conflicts(
