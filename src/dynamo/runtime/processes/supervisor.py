@@ -6,9 +6,10 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -57,9 +58,9 @@ from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
-"""Work that some processes need before they start. Its argument receives progress as text. A raised
-`DynamoError` ends the deployment."""
+Prepare = Callable[[Callable[[str], None]], Awaitable[Coroutine[Any, Any, None] | None]]
+"""Work that some processes need before they start, with a callback for progress. Returns work to do
+beside them. A raised `DynamoError` ends the deployment."""
 
 
 class Supervisor:
@@ -207,7 +208,8 @@ class Supervisor:
     async def _run_preparation(self) -> None:
         try:
             if self._prepare is not None:
-                await self._prepare(self._set_preparation_status)
+                if rest := await self._prepare(self._set_preparation_status):
+                    self._tasks.start(rest, "after the preparation")
         except Exception as error:  # noqa: BLE001 - `run` raises it after all have stopped
             if not self._stop_requested.is_set():
                 self._preparation_error = error

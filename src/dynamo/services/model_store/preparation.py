@@ -7,9 +7,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 from dynamo.core.errors import DynamoError
 from dynamo.core.plugins import engine_needs_weights
@@ -77,7 +78,7 @@ def make_preparation(
         return None
     shared = next(iter(missing.values()))
 
-    async def fetch(report: Callable[[str], None]) -> None:
+    async def fetch(report: Callable[[str], None]) -> Coroutine[Any, Any, None] | None:
         report(PREPARING_REASON)
         with progress_display as display:
             reported = ThreadSafeProgress(lambda text: report(f"{PREPARING_REASON}: {text}"))
@@ -88,7 +89,7 @@ def make_preparation(
 
             if planes_of(shared).discovery == deployment_of(shared).discovery_url:
                 await run_all(*(fetch_one(each, None, progress) for each in missing.values()))
-                return
+                return None
             runtime = await DistributedRuntime.create(shared, role=STORE_COMPONENT)
             try:
                 store = await open_model_store(runtime)
@@ -96,7 +97,7 @@ def make_preparation(
             except BaseException:
                 await runtime.shutdown(0)
                 raise
-            runtime.tasks.start(_linger(store), "models for peers")
+            return _linger(store)
 
     async def fetch_one(
         settings: Settings, store: ModelStore | None, progress: ModelProgress
