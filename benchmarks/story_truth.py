@@ -4,10 +4,10 @@
     benchmarks/story_truth.py --model DIR [--requests 10000] [--scenes kv,moved,...]
 
 Each scene is a deployment that gets requests of all surfaces: chats and completions, streamed and
-whole, with one and two choices, Responses, Messages, answers that the client cuts off, and requests
-that are refused. The observer must know each of them. Targets: the stages of a story sum up to it
-within 1 ms, and at the 99th percentile the time to the first text and to the end agree with the
-client's clock within 2 ms. The machine must be idle: whatever delays the client's process counts.
+whole, Responses, Messages. Some have two choices, some are cut off by the client, some are refused.
+The observer must know each of them. The target is that the stages of a story sum up to it within
+1 ms. At the 99th percentile, the times to the first text and to the end must agree with the client's
+clock within 2 ms. The machine must be idle: whatever delays the client's process counts.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_moved_request_is_one_tree_with_a_link_and_an_event() -> None:
     assert_is_tree(spans)
     names = [span.name for span in spans]
     assert names[0] == "chat m"
-    for name in ("read", "tokenise", "generate worker-1", "generate worker-2"):
+    for name in ("tokenise", "generate worker-1", "generate worker-2"):
         assert names.count(name) == 1
     assert names[names.index("generate worker-2") + 1 :] == [
         "queue", "transfer", "prefill", "decode",

@@ -77,19 +77,18 @@ def _fill(message: Any, span: TraceSpan, trace_id: bytes, state: str) -> None:
 
 
 def _add_attributes(target: Any, attributes: Mapping[str, Any]) -> None:
+    add = target.add
     for name, value in attributes.items():
-        _set_value(target.add(key=name).value, value)
-
-
-def _set_value(target: Any, value: Any) -> None:
-    if isinstance(value, bool):
-        target.bool_value = value
-    elif isinstance(value, int):
-        target.int_value = value
-    elif isinstance(value, float):
-        target.double_value = value
-    elif isinstance(value, str):
-        target.string_value = value
-    else:
-        for each in value:
-            _set_value(target.array_value.values.add(), each)
+        shown = add(key=name).value
+        kind = type(value)
+        if kind is str:
+            shown.string_value = value
+        elif kind is int:
+            shown.int_value = value
+        elif kind is float:
+            shown.double_value = value
+        elif kind is bool:
+            shown.bool_value = value
+        else:
+            for text in value:
+                shown.array_value.values.add().string_value = text

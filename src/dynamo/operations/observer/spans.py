@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from dynamo.core.errors import CANCELLED
-from dynamo.operations.observer.stages import find_stages, find_worker_stages
+from dynamo.operations.observer.stages import StageTime, find_stages, find_worker_stages
 from dynamo.operations.observer.stories import KeptStory
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 from dynamo.telemetry.trace_context import make_span_id
@@ -18,7 +18,7 @@ INTERNAL, SERVER, CLIENT = 1, 2, 3
 """OpenTelemetry's kinds of spans."""
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 OTHER_OPERATIONS = "chat"
-SPAN_BY_STAGE = {"read": "read", "tokenise": "tokenise", "admit": "admit", "place": "route"}
+SPAN_BY_STAGE = {"tokenise": "tokenise", "admit": "admit", "place": "route"}
 WORKER_SPANS = ("queue", "prefill", "transfer", "decode")
 REQUEST_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
@@ -76,6 +76,7 @@ class _SpanMaker:
     def __init__(self, story: EndedStory) -> None:
         self._story = story
         self._root_id = make_span_id(story.request_id)
+        self._stages = find_stages(story)
         self._began_ns = int(story.wall_s * 1e6) * 1_000
 
     def _at(self, us: int) -> int:
@@ -151,7 +152,7 @@ class _SpanMaker:
 
     def frontend_stages(self) -> Iterator[TraceSpan]:
         """Yield the spans of stages outside of workers."""
-        for number, stage in enumerate(find_stages(self._story)):
+        for number, stage in enumerate(self._stages):
             name = SPAN_BY_STAGE.get(stage.name)
             if name is None:
                 continue
@@ -168,6 +169,12 @@ class _SpanMaker:
                 attributes,
             )
 
+    def _worker_stages(self, attempt: AttemptFacts) -> Sequence[StageTime]:
+        """Return the stages of an attempt. Those of a request with one attempt are known."""
+        if len(self._story.attempts) == 1:
+            return self._stages
+        return find_worker_stages(attempt)
+
     def attempts(self) -> Iterator[TraceSpan]:
         """Yield the span of each attempt, and those of its stages at the worker."""
         for before, attempt in self._with_previous():
@@ -182,9 +189,9 @@ class _SpanMaker:
                 span_id, self._root_id, f"generate {name}", CLIENT, began_ns, ended_ns,
                 _attempt_attributes(attempt, name), error, (), link,
             )  # fmt: skip
-            for number, stage in enumerate(find_worker_stages(attempt)):
+            for number, stage in enumerate(self._worker_stages(attempt)):
                 if stage.name in WORKER_SPANS:
-                    stage_ns = min(self._at(stage.began_us), ended_ns)
+                    stage_ns = max(began_ns, min(self._at(stage.began_us), ended_ns))
                     yield TraceSpan(
                         make_span_id(f"{key} {number}"),
                         span_id,
@@ -200,12 +207,7 @@ def _attempt_attributes(attempt: AttemptFacts, name: str) -> dict[str, Any]:
     attributes: dict[str, Any] = {
         "dynamo.worker.name": name,
         "dynamo.worker.id": attempt.worker,
-        "dynamo.router.mode": attempt.mode,
-        "dynamo.router.candidates": attempt.candidates,
         "dynamo.router.overlap_blocks": attempt.overlap_blocks,
-        "gen_ai.usage.input_tokens": attempt.prompt_tokens,
-        "gen_ai.usage.output_tokens": attempt.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": attempt.cached_tokens,
     }
     if attempt.predicted_us is not None:
         attributes["dynamo.router.predicted_ttft_s"] = attempt.predicted_us / 1e6
