@@ -207,9 +207,9 @@ class Supervisor:
 
     async def _run_preparation(self) -> None:
         try:
-            if self._prepare is not None:
-                if rest := await self._prepare(self._set_preparation_status):
-                    self._tasks.start(rest, "after the preparation")
+            prepare = self._prepare
+            if prepare is not None and (rest := await prepare(self._set_preparation_status)):
+                self._tasks.start(rest, "after the preparation")
         except Exception as error:  # noqa: BLE001 - `run` raises it after all have stopped
             if not self._stop_requested.is_set():
                 self._preparation_error = error
