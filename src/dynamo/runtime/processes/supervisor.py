@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -58,7 +57,7 @@ from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[Callable[[str], None]], Awaitable[Coroutine[Any, Any, None] | None]]
+Prepare = Callable[[Callable[[str], None]], Awaitable[Coroutine[None, None, None] | None]]
 """Work that some processes need before they start, with a callback for progress. Returns work to do
 beside them. A raised `DynamoError` ends the deployment."""
 
@@ -219,11 +218,10 @@ class Supervisor:
             self._set_preparation_status("")
 
     def _set_preparation_status(self, preparing: str) -> None:
-        if preparing == self._preparation_status:
-            return
-        self._preparation_status = preparing
-        for child in self.children:
-            child.notify_preparing(preparing)
+        if preparing != self._preparation_status:
+            self._preparation_status = preparing
+            for child in self.children:
+                child.notify_preparing(preparing)
 
     async def _wait_for_stop(self) -> None:
         await wait_for_first(self._stop_requested.wait(), self.ready.wait())
