@@ -135,6 +135,12 @@ def conversations(
     ]
 
 
+def prompt_s(tokens: int) -> float:
+    """Return the time that a prompt alone takes, by which its first token may come later."""
+    steps = math.ceil(tokens / ENGINE.max_num_batched_tokens)
+    return (TIMING.c0 * steps + TIMING.c1 * tokens) / 1e3
+
+
 def make_trial(
     requests: list[TraceConversation], start_s: float, from_s: float, mode: str
 ) -> Trial:
@@ -146,7 +152,7 @@ def make_trial(
         RouterSettings(mode=mode, max_queue_wait=math.inf),
         startup=Startup(start_s, start_s),
     )
-    return Trial(plan, requests, PROMISE, from_s, adds_prompt=True)
+    return Trial(plan, requests, PROMISE, from_s, prompt_s)
 
 
 def planner_of(policy: str, predictor: str) -> Callable[[float, int], ScalePlanner]:

@@ -42,7 +42,9 @@ def trial() -> Trial:
     workers = ReplayWorkers([ReplayGroup(2, ENGINE, TIMING)], "lru", prefix_caching=False)
     settings = RouterSettings(mode="least_loaded", max_queue_wait=math.inf)
     plan = ReplayPlan("test", workers, settings, startup=Startup(10.0, 10.0))
-    return Trial(plan, requests, PROMISE, adds_prompt=True)
+    return Trial(
+        plan, requests, PROMISE, prompt_s=lambda tokens: (TIMING.c0 + TIMING.c1 * tokens) / 1e3
+    )
 
 
 def planner(policy: ScalePolicy, **rails: float) -> ScalePlanner:

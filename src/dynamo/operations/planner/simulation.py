@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.timing.model import Timing
 from dynamo.operations.planner.connectors.simulated import SimulatedConnector, SimulatedDemand
 from dynamo.operations.planner.planner import ScalePlanner, plan_once
 from dynamo.operations.planner.values import Promise, ScaleDecision
@@ -25,14 +23,14 @@ TAIL_S = 60.0
 
 class Trial(msgspec.Struct, frozen=True):
     """Requests to play, and how: `plan` has the workers of the start, and `plan.startup` the time
-    of others. Arrivals from `from_s` on are scored by the promise. With `adds_prompt`, the time to
-    the first token may be as much longer as the prompt alone takes."""
+    of others. Arrivals from `from_s` on are scored by the promise. A first token may come later by
+    `prompt_s` of the prompt's tokens."""
 
     plan: ReplayPlan
     conversations: Sequence[TraceConversation]
     promise: Promise
     from_s: float = 0.0
-    adds_prompt: bool = False
+    prompt_s: Callable[[int], float] = lambda _: 0.0
 
     @property
     def end_s(self) -> float:
@@ -116,7 +114,6 @@ def _score(trial: Trial, log: ReplayLog) -> tuple[int, int]:
         for conversation in trial.conversations
         for request in conversation.requests
     }
-    prompt_s = _prompt_time(trial)
     promise, broken, requests = trial.promise, 0, 0
     for row, tokens, arrived_s, ttft_s, e2e_s in zip(
         log.rows, log.tokens, log.arrived_s, log.ttft_s, log.e2e_s, strict=True
@@ -124,22 +121,8 @@ def _score(trial: Trial, log: ReplayLog) -> tuple[int, int]:
         if arrived_s < trial.from_s:
             continue
         requests += 1
-        late = ttft_s > promise.ttft_s + prompt_s(prompts[row])
+        late = ttft_s > promise.ttft_s + trial.prompt_s(prompts[row])
         slow = tokens > 1 and (e2e_s - ttft_s) * 1e3 > promise.itl_ms * (tokens - 1)
         broken += late or slow
     failed = sum(log.errors.values())  # without an answer
     return broken + failed, requests + failed
-
-
-def _prompt_time(trial: Trial) -> Callable[[int], float]:
-    """Return the time that a prompt alone takes, if it is added to the promise."""
-    group = trial.plan.workers.groups[0]
-    timing, step_tokens = group.timing, group.engine.max_num_batched_tokens
-    if not trial.adds_prompt or not isinstance(timing, Timing):
-        return lambda _: 0.0
-
-    def prompt_s(tokens: int) -> float:
-        steps = max(1, math.ceil(tokens / step_tokens))
-        return (timing.c0 * steps + timing.c1 * tokens + timing.c4 * tokens * tokens / 2) / 1e3
-
-    return prompt_s

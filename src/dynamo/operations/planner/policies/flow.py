@@ -6,21 +6,20 @@ import math
 from collections.abc import Mapping
 from statistics import median
 
+from msgspec.structs import replace
+
 from dynamo.operations.planner.capacity import PromiseCapacity
 from dynamo.operations.planner.policies.policy import (
-    ScalePolicy,
+    WorkPolicy,
     at_least_one,
-    capacity_of,
     held_size,
     is_split,
     kinds_of,
-    length_facts,
     ready,
     series,
     size_fact,
     spread,
     start_s,
-    unknown_speed,
 )
 from dynamo.operations.planner.policies.roles import propose_roles
 from dynamo.operations.planner.policies.simple import RulePolicy
@@ -37,23 +36,17 @@ PEAK_SHARE = 1.3
 """Headroom above the largest size that the record needed is given only to forecasts and queues."""
 
 
-class FlowPolicy(ScalePolicy):
+class FlowPolicy(WorkPolicy):
     """Wants the forecast work, times what usually followed a forecast, over the share `eta` of a
     worker that the backtest found. Without a backtest it is `rule`."""
 
-    def propose(self, scene: Scene) -> Proposal:
+    def propose_by(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
         if is_split(scene):
-            return propose_roles(scene, self.options.predictor)
+            return propose_roles(scene, capacity, self.options.predictor)
         if not self.options.eta:
-            ruled = RulePolicy(self.options).propose(scene)
+            ruled = RulePolicy(self.options).propose_by(scene, capacity)
             note = f"policy flow acts as rule: {self.options.eta_missing or 'no backtest yet'}"
-            return Proposal(ruled.wanted, ruled.why, ruled.facts, [*ruled.notes, note])
-        capacity = capacity_of(scene)
-        if capacity is None:
-            return unknown_speed(scene)
-        return self._propose(scene, capacity)
-
-    def _propose(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
+            return replace(ruled, notes=[note])
         kinds, eta = kinds_of(scene, "both"), self.options.eta
         lead_s = start_s(kinds)
         work = capacity.work(scene.demand)
@@ -82,10 +75,8 @@ class FlowPolicy(ScalePolicy):
             "eta": eta,
             "peak": float(self.options.peak),
             **size_fact("both", wanted),
-            **length_facts(capacity.lengths),
         }
-        notes = [capacity.fault] if capacity.fault else []
-        return Proposal(spread(max(wanted, held), kinds), why, facts, notes)
+        return Proposal(spread(max(wanted, held), kinds), why, facts)
 
 
 def growth_factor(scene: Scene, horizon_s: float, work: float) -> float:

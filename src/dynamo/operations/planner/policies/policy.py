@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.operations.planner.capacity import Lengths, PromiseCapacity
 from dynamo.operations.planner.predictors import Predictor, adaptive
@@ -45,6 +46,27 @@ class ScalePolicy(ABC):
         """Return the wanted size of each kind that is to change, or to stay for a reason."""
 
 
+class WorkPolicy(ScalePolicy):
+    """Proposes sizes by what workers carry: it keeps the sizes while nobody knows that."""
+
+    def propose(self, scene: Scene) -> Proposal:
+        demand = scene.demand
+        if demand.timing is None:
+            sizes = spread(at_least_one(scene, total(scene.kinds)), scene.kinds)
+            return Proposal(sizes, "no worker has reported yet how long its steps take")
+        lengths = lengths_of(scene)
+        capacity = PromiseCapacity(demand.timing, demand.limits, scene.promise, lengths)
+        proposal = self.propose_by(scene, capacity)
+        facts = {**proposal.facts, "prompt": lengths.prompt, "answer": lengths.answer}
+        notes = [each for each in (capacity.fault, *proposal.notes) if each]
+        return replace(proposal, facts=facts, notes=notes)
+
+    @abstractmethod
+    def propose_by(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
+        """Return the proposal. Its facts get the lengths of requests, and its notes the reason why
+        no size keeps the promise."""
+
+
 def kinds_of(scene: Scene, role: Role) -> Mapping[str, KindState]:
     """Return the kinds of a role."""
     return {name: kind for name, kind in scene.kinds.items() if kind.role == role}
@@ -65,11 +87,16 @@ def ready(kinds: Mapping[str, KindState]) -> int:
     return sum(kind.ready for kind in kinds.values())
 
 
-def spread(total: int, kinds: Mapping[str, KindState]) -> dict[str, int]:
+def total(kinds: Mapping[str, KindState]) -> int:
+    """Return how many workers are ordered."""
+    return sum(kind.wanted for kind in kinds.values())
+
+
+def spread(count: int, kinds: Mapping[str, KindState]) -> dict[str, int]:
     """Divide workers of one role among its kinds: kinds keep their sizes, the first one that does
     not fail grows, the last ones shrink."""
     sizes = {name: kind.wanted for name, kind in kinds.items()}
-    rest = total - sum(sizes.values())
+    rest = count - sum(sizes.values())
     if rest > 0 and kinds:
         sound = [name for name, kind in kinds.items() if not kind.failing] or list(kinds)
         sizes[sound[0]] += rest
@@ -92,19 +119,6 @@ def lengths_of(scene: Scene) -> Lengths:
     return Lengths(prompt, answer or DEFAULT_ANSWER)
 
 
-def capacity_of(scene: Scene) -> PromiseCapacity | None:
-    """Return what a worker carries; None while nobody knows how fast workers are."""
-    demand = scene.demand
-    if demand.timing is None:
-        return None
-    return PromiseCapacity(demand.timing, demand.limits, scene.promise, lengths_of(scene))
-
-
-def length_facts(lengths: Lengths) -> dict[str, float]:
-    """Return the facts that `lengths_of` reads at the next decision."""
-    return {"prompt": lengths.prompt, "answer": lengths.answer}
-
-
 def series(scene: Scene, fact: str, now: float) -> Sequence[float]:
     """Return a fact of all samples that have it, and of now."""
     return [*(each.facts[fact] for each in scene.past if fact in each.facts), now]
@@ -116,13 +130,6 @@ def at_least_one(scene: Scene, count: float) -> int:
     return max(math.ceil(count - 1e-9), 1 if waits else 0)
 
 
-def unknown_speed(scene: Scene) -> Proposal:
-    """Return the proposal to keep all sizes while no worker has reported its timing."""
-    total = sum(kind.wanted for kind in scene.kinds.values())
-    sizes = spread(at_least_one(scene, total), scene.kinds)
-    return Proposal(sizes, "no worker has reported yet how long its steps take")
-
-
 def held_size(scene: Scene, role: Role, seconds: float) -> int:
     """Return the largest size that a role wanted in the last seconds (see `size_fact`). Before the
     past is so long, the present size counts, too. Of split roles "both" are all workers."""
@@ -130,8 +137,7 @@ def held_size(scene: Scene, role: Role, seconds: float) -> int:
     past = [each.facts for each in scene.past if each.now_s >= since]
     held = max((int(facts.get(f"size {role}", 0)) for facts in past), default=0)
     if len(past) == len(scene.past):
-        kinds = kinds_of(scene, role) or scene.kinds
-        held = max(held, sum(kind.wanted for kind in kinds.values()))
+        held = max(held, total(kinds_of(scene, role) or scene.kinds))
     return held
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from dynamo.operations.planner.capacity import PromiseCapacity
 from dynamo.operations.planner.policies.policy import (
     at_least_one,
-    capacity_of,
     held_size,
     kinds_of,
-    length_facts,
     ready,
     series,
     size_fact,
     spread,
     start_s,
-    unknown_speed,
+    total,
 )
 from dynamo.operations.planner.policies.simple import role_works
 from dynamo.operations.planner.predictors import Predictor
@@ -36,12 +35,9 @@ STEADY = 0.5
 """A role shrinks by one worker only if so much of another one is spare, too."""
 
 
-def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
+def propose_roles(scene: Scene, capacity: PromiseCapacity, predictor: Predictor) -> Proposal:
     """Want workers for prompts and for answers by their forecast work. Where the budget does not
     hold both, the bare work of both comes first, and headroom is what is left."""
-    capacity = capacity_of(scene)
-    if capacity is None:
-        return unknown_speed(scene)
     prompts, answers = kinds_of(scene, "prefill"), kinds_of(scene, "decode")
     works = role_works(scene, capacity)
     lead_s = max(MIN_CLEAR_S, start_s({**prompts, **answers}))
@@ -59,16 +55,15 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
     sizes = [max(each, mean) for each, mean in zip(wanted, means, strict=True)]
     both = (prompts, answers)
     counts = _whole_sizes(scene, bare, queued, sizes, both)
-    total = sum(counts)
+    needed = sum(counts)
     held = _hold(scene, counts, both)
     lent = _lend(scene, counts, bare, both)
     facts = {
-        **size_fact("both", total),
+        **size_fact("both", needed),
         "work prefill": works["prefill"],
         "work decode": works["decode"],
         "wanted prefill": wanted[0],
         "wanted decode": wanted[1],
-        **length_facts(capacity.lengths),
         **lent,
     }
     why = (
@@ -79,8 +74,7 @@ def propose_roles(scene: Scene, predictor: Predictor) -> Proposal:
         why += f"; {held} that could turn are held"
     for fact, count in lent.items():
         why += f"; {count:.0f} {fact.removeprefix('lent ')} workers turn, which the others lack now"
-    notes = [capacity.fault] if capacity.fault else []
-    return Proposal(spread(counts[0], prompts) | spread(counts[1], answers), why, facts, notes)
+    return Proposal(spread(counts[0], prompts) | spread(counts[1], answers), why, facts)
 
 
 def _whole_sizes(
@@ -93,7 +87,7 @@ def _whole_sizes(
     """Return whole workers of both roles, within the budget."""
     room = _room(scene)
     if room is not None and sum(map(math.ceil, sizes)) > room:
-        present = [sum(kind.wanted for kind in kinds.values()) for kinds in roles]
+        present = [total(kinds) for kinds in roles]
         sizes = _share(bare, queued, sizes, room, present)
         counts = [at_least_one(scene, size) for size in sizes]
     else:
@@ -116,7 +110,7 @@ def _hold(scene: Scene, counts: list[int], roles: Sequence[Mapping[str, KindStat
     before = sum(counts)
     lacks = held_size(scene, "both", HOLD_STARTS * start_s(scene.kinds)) - before
     for index, kinds in enumerate(roles) if _can_turn(roles) else ():
-        more = max(0, min(lacks, sum(kind.wanted for kind in kinds.values()) - counts[index]))
+        more = max(0, min(lacks, total(kinds) - counts[index]))
         counts[index] += more
         lacks -= more
     return sum(counts) - before
@@ -137,13 +131,13 @@ def _lend(
         return {}
     facts = {}
     for own, other in ((0, 1), (1, 0)):
-        present = sum(kind.wanted for kind in roles[own].values())
+        present = total(roles[own])
         spare = ready(roles[own]) - math.ceil(bare[own])
         lent = min(spare, math.ceil(bare[other]) - ready(roles[other]))
         fact = ("lent prefill", "lent decode")[own]
         if lent > 0:
             counts[own] = min(counts[own], present - lent)
-            wanted = sum(kind.wanted for kind in roles[other].values())
+            wanted = total(roles[other])
             counts[other] = max(counts[other], wanted + lent)
             facts[fact] = float(lent)
         elif any(fact in each.facts for each in scene.past if each.now_s > scene.now_s - LEND_S):
@@ -154,7 +148,7 @@ def _lend(
 def _steady(count: int, size: float, kinds: Mapping[str, KindState]) -> int:
     """Return the present size instead of one less while `size` is near to that: sizes that follow
     chance use up the turns that the rails allow."""
-    present = sum(kind.wanted for kind in kinds.values())
+    present = total(kinds)
     return present if count == present - 1 and size > count - STEADY else count
 
 
@@ -176,14 +170,14 @@ def _share(
     """Divide the room: bare work of both first, the rest by what each wants beyond it. Prompts that
     are `queued` get what arriving work leaves. Sizes that have room for the bare work stay while
     they differ by a worker, else chance turns roles."""
-    total = sum(bare)
-    if total >= room:
+    work = sum(bare)
+    if work >= room:
         answers = math.ceil(bare[1])
         if math.ceil(bare[0] - queued) + answers <= room:
             return [float(room - answers), float(answers)]
-        return [max(1.0, float(round(room * each / total))) for each in bare]
+        return [max(1.0, float(round(room * each / work))) for each in bare]
     beyond = [max(0.0, size - each) for size, each in zip(sizes, bare, strict=True)]
-    left, share = room - total, sum(beyond) or 1.0
+    left, share = room - work, sum(beyond) or 1.0
     first = round(bare[0] + left * beyond[0] / share)
     first = min(max(first, math.ceil(bare[0])), max(1, room - math.ceil(bare[1])))
     holds = all(work <= size for work, size in zip(bare, present, strict=True))

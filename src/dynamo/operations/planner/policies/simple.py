@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dynamo.operations.planner.capacity import PromiseCapacity
 from dynamo.operations.planner.policies.policy import (
     ScalePolicy,
+    WorkPolicy,
     at_least_one,
-    capacity_of,
     held_size,
     is_split,
     kinds_of,
-    length_facts,
     ready,
     series,
     size_fact,
     spread,
-    unknown_speed,
+    total,
 )
 from dynamo.operations.planner.values import Proposal, Role, Scene
 
@@ -45,18 +44,15 @@ class StaticPolicy(ScalePolicy):
         return Proposal(sizes, "the sizes are fixed")
 
 
-class RulePolicy(ScalePolicy):
+class RulePolicy(WorkPolicy):
     """Keeps the share of time in which workers are busy at a target."""
 
-    def propose(self, scene: Scene) -> Proposal:
-        capacity = capacity_of(scene)
-        if capacity is None:
-            return unknown_speed(scene)
+    def propose_by(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
         sizes, works, facts = dict[str, int](), dict[str, float](), dict[str, float]()
         for role, work in role_works(scene, capacity).items():
             kinds = kinds_of(scene, role)
             works[role] = work
-            size = sum(kind.wanted for kind in kinds.values())
+            size = total(kinds)
             if size and abs(work / size / TARGET - 1) <= TOLERANCE:
                 wanted = size
             else:
@@ -67,20 +63,16 @@ class RulePolicy(ScalePolicy):
         return Proposal(
             sizes,
             f"{busy} workers of work arrived, of which each is to take {TARGET:g}",
-            facts | length_facts(capacity.lengths),
-            [capacity.fault] if capacity.fault else [],
+            facts,
         )
 
 
-class ThroughputPolicy(ScalePolicy):
+class ThroughputPolicy(WorkPolicy):
     """Divides the predicted rate of requests by what one worker serves (NVIDIA Dynamo's)."""
 
     interval_s = 180.0
 
-    def propose(self, scene: Scene) -> Proposal:
-        capacity = capacity_of(scene)
-        if capacity is None:
-            return unknown_speed(scene)
+    def propose_by(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
         rate = scene.demand.requests / scene.demand.seconds
         predicted = self.options.predictor(series(scene, "rate", rate))
         prompt_s, answer = capacity.prompt_ms / 1e3, capacity.lengths.answer
@@ -92,32 +84,28 @@ class ThroughputPolicy(ScalePolicy):
         sizes: dict[str, int] = {}
         for role, each_s in needs.items():
             kinds = kinds_of(scene, role)
-            size = sum(kind.wanted for kind in kinds.values())
+            size = total(kinds)
             wanted = at_least_one(scene, predicted * each_s)
             sizes |= spread(min(wanted, size + MAX_THROUGHPUT_REPLICAS), kinds)
         return Proposal(
             sizes,
             f"{predicted:.2f} requests/s are predicted",
-            {"rate": rate, **length_facts(capacity.lengths)},
-            [capacity.fault] if capacity.fault else [],
+            {"rate": rate},
         )
 
 
-class LoadPolicy(ScalePolicy):
+class LoadPolicy(WorkPolicy):
     """Adds a worker while the estimated latencies are above the promise, and removes one that the
     others can do without (NVIDIA Dynamo's)."""
 
     interval_s = 5.0
 
-    def propose(self, scene: Scene) -> Proposal:
-        capacity = capacity_of(scene)
-        if capacity is None:
-            return unknown_speed(scene)
+    def propose_by(self, scene: Scene, capacity: PromiseCapacity) -> Proposal:
         sizes, shares = dict[str, int](), dict[str, float]()
         roles: Sequence[Role] = ("prefill", "decode") if is_split(scene) else ("both",)
         for role in roles:
             kinds = kinds_of(scene, role)
-            size, serving = sum(kind.wanted for kind in kinds.values()), ready(kinds)
+            size, serving = total(kinds), ready(kinds)
             share = shares[role] = _promise_share(scene, capacity, role, serving)
             if any(kind.starting or kind.draining for kind in kinds.values()):
                 wanted = size
@@ -129,12 +117,7 @@ class LoadPolicy(ScalePolicy):
                 wanted = size
             sizes |= spread(at_least_one(scene, wanted), kinds)
         why = ", ".join(f"{share:.0%}" for share in shares.values())
-        return Proposal(
-            sizes,
-            f"workers take {why} of the promised latencies",
-            length_facts(capacity.lengths),
-            [capacity.fault] if capacity.fault else [],
-        )
+        return Proposal(sizes, f"workers take {why} of the promised latencies")
 
 
 def role_works(scene: Scene, capacity: PromiseCapacity) -> dict[Role, float]:
