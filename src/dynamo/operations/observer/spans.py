@@ -170,7 +170,7 @@ class _SpanMaker:
             )
 
     def _worker_stages(self, attempt: AttemptFacts) -> Sequence[StageTime]:
-        """Return the stages of an attempt, which are the request's if there is one attempt."""
+        """Return the stages of an attempt, which are known where a request has only one."""
         if len(self._story.attempts) == 1:
             return self._stages
         return find_worker_stages(attempt)
