@@ -171,7 +171,10 @@ def state(deployment: Deployment) -> Mapping[str, Any]:
                 gauges[f"{process.name} {re.sub(r'-[0-9a-f]{10}', '', series)}"] = value
             elif re.search(r'model="m\d', line):
                 gauges[f"{process.name} {series}"] = "left"
-    files = [re.sub(r"[0-9a-f]{8,}|-\d+\b", "*", str(p)) for p in deployment.folder.rglob("*")]
+    files = [
+        re.sub(r"-\d+-[0-9a-f]{10}|[0-9a-f]{16,}", "*", str(p))
+        for p in deployment.folder.rglob("*")
+    ]
     return {
         "processes": sorted(process.name.rstrip("0123456789") for process in processes),
         "files": sorted(name for name in files if "/record/" not in name),
@@ -212,7 +215,8 @@ def judge(load: OpenLoad, changes: Changes) -> dict[str, Any]:
             late += answer.started > removed + GRACE_S
             texts.setdefault(answer.key, Counter())[answer.text] += 1
         elif not (answer.status == 404 and answer.ended >= began):
-            failed[f"{re.sub('[0-9]', '', answer.name)}: {answer.error}"] += 1
+            took = round(answer.ended - answer.started)
+            failed[f"{re.sub('[0-9]', '', answer.name)} after {took} s: {answer.error}"] += 1
     return {
         "requests": len(load.answers),
         "refused_404": sum(answer.status == 404 for answer in load.answers),

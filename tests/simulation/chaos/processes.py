@@ -104,7 +104,8 @@ class SimulatedNetwork(msgspec.Struct):
     """Shared by all processes of a run. `plane_name` names their memory planes. `fast_forwarding`
     holds the engines that skip steps. Their tokens are due at `next_delivery_s`. `engine` describes
     each of a worker's `data_parallel` ranks. Workers compute prompts for each other unless
-    `disaggregation` is off. `arrivals` counts those of each engine, also of dead ones."""
+    `disaggregation` is off. `arrivals` counts those of each engine, also of dead ones. Frontends ask
+    `routers` if there are any, and these the `shared_index` of an indexer."""
 
     plane_name: str
     clock: VirtualClock
@@ -117,6 +118,9 @@ class SimulatedNetwork(msgspec.Struct):
     disaggregation: str = "off"
     arrivals: list[ArrivalCounters] = []
     tiers: FlakyTiers | None = None
+    model: str = MODEL_NAME
+    routers: int = 0
+    shared_index: bool = False
 
     @property
     def card(self) -> ModelCard:
@@ -124,7 +128,7 @@ class SimulatedNetwork(msgspec.Struct):
         files = FileRef("tokenizer.json", "0" * 64, 0, "/nowhere")
         engine = self.engine
         return ModelCard(
-            (MODEL_NAME,),
+            (self.model,),
             engine.context_tokens,
             VOCAB_SIZE,
             files,
@@ -168,7 +172,14 @@ class SimulatedNetwork(msgspec.Struct):
         settings = replace(
             settings,
             runtime=replace(settings.runtime, transfer=TRANSFER_URL, **planes),
-            router=replace(settings.router, mode=self.mode, disaggregation=disaggregation),
+            router=replace(
+                settings.router,
+                mode=self.mode,
+                disaggregation=disaggregation,
+                replicas=self.routers,
+            ),
+            index=replace(settings.index, shared=self.shared_index),
+            observer=replace(settings.observer, enabled=False),
             engine=replace(settings.engine, role=worker_role),
         )
         runtime = await SimulatedRuntime.create(settings, role=role, name=name, clock=self.clock)
