@@ -246,8 +246,11 @@ def turning(turn_s: float) -> list[Arrival]:
     return arrivals
 
 
-def compare_roles(turn_s: float, startups: Sequence[float], sizes: Sequence[int]) -> None:
-    """Print what fixed sizes and `flow` do with 16 workers of two roles."""
+def compare_roles(
+    turn_s: float, startups: Sequence[float], sizes: Sequence[int], *, flexible: bool
+) -> None:
+    """Print what fixed sizes, workers that compute prompts for each other, and `flow` do with 16
+    workers."""
     requests = conversations(turning(turn_s), 0.0, math.inf)
 
     def trial_of(prefill: int, start_s: float) -> Trial:
@@ -259,6 +262,14 @@ def compare_roles(turn_s: float, startups: Sequence[float], sizes: Sequence[int]
         workers = ReplayWorkers(groups, "lru", prefix_caching=False, transfer=1e15)
         return replace(trial, plan=replace(trial.plan, workers=workers))
 
+    if flexible:
+        began, trial = time.process_time(), trial_of(8, 15.0)
+        routing = trial.plan.router_settings
+        disaggregation = replace(routing.disaggregation, mode="flexible", itl_slo=PROMISE.itl_ms)
+        workers = replace(trial.plan.workers, groups=[ReplayGroup(16, ENGINE, TIMING)])
+        routing = replace(routing, disaggregation=disaggregation)
+        plan = replace(trial.plan, workers=workers, router_settings=routing)
+        report(f"{turn_s:.0f} s", "16 flexible", play(replace(trial, plan=plan), None), 0.0, began)
     for prefill in sizes:
         began = time.process_time()
         result = play(trial_of(prefill, 15.0), None)
@@ -287,6 +298,7 @@ def main() -> None:
     parser.add_argument("traces", type=Path, nargs="?")
     parser.add_argument("--roles", type=float, help="seconds in which the mix turns")
     parser.add_argument("--fixed", default="8,9", help="--roles: workers for prompts")
+    parser.add_argument("--flexible", action="store_true", help="--roles: such workers, too")
     parser.add_argument("--only", default=",".join(ARRIVALS))
     parser.add_argument("--startup", default="30,120,300")
     parser.add_argument("--policies", default="flow")
@@ -297,8 +309,9 @@ def main() -> None:
     parser.add_argument("--mode", default="least_loaded", help="of the router")
     args = parser.parse_args()
     if args.roles:
-        startups = [float(each) for each in args.startup.split(",")]
-        compare_roles(args.roles, startups, [int(each) for each in args.fixed.split(",") if each])
+        startups = [float(each) for each in args.startup.split(",") if each]
+        sizes = [int(each) for each in args.fixed.split(",") if each]
+        compare_roles(args.roles, startups, sizes, flexible=args.flexible)
         return
     for name in args.only.split(","):
         arrivals = ARRIVALS[name](args.traces)
