@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from tests.support.kubernetes_server import KubernetesServer
 from tests.support.servers import free_port
 
 from dynamo.runtime.deployment import Deployment as ProcessFolder
+from dynamo.runtime.processes.process_record import REFRESH_INTERVAL_S
 
 BODY = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
 Pod = Callable[..., Deployment]
@@ -116,3 +118,20 @@ def test_a_worker_that_its_pod_restarts_is_waited_for(
         answer = pool.submit(frontend.post, "/v1/chat/completions", BODY)
         kubernetes.run(kubernetes.pods.set_ready, "worker", ready=True)
         assert answer.result()[0] == 200
+
+
+@pytest.mark.slow
+def test_pods_at_rest_ask_the_api_server_nothing(
+    pod: Pod, kubernetes: KubernetesServer, tiny_model: Path
+) -> None:
+    pod("worker", *mock(tiny_model))
+    frontend = pod("frontend", "--workers", "0")
+    frontend.wait_ready()
+    until(lambda: frontend.post("/v1/chat/completions", BODY)[0] == 200)
+    time.sleep(5)
+    requests = kubernetes.cluster.server.requests
+    requests.clear()
+    time.sleep(REFRESH_INTERVAL_S + 5)
+    assert requests == []
+    watches = kubernetes.cluster.server._watches
+    assert len(watches) == 8, "two for each supervisor and each other process"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
 
-from dynamo.core.errors import PlaneUnavailable
+from dynamo.communication.directory import RecordChange, follow_records
 from dynamo.runtime.deployment import ProcessRecord
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.processes.process_record import PROCESSES_PREFIX, REFRESH_INTERVAL_S
+from dynamo.runtime.processes.process_record import PROCESSES_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +27,24 @@ class FrontendNamespaces:
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._namespace = runtime.settings.runtime.namespace
+        self._namespaces: dict[str, str] = {}
         self._text = ""
         runtime.health.add_limitation(LIMITATION, lambda: self._text)
 
     async def run(self) -> None:
-        """Look at the announced frontends until cancelled. An unreachable plane changes nothing."""
-        while True:
-            with suppress(PlaneUnavailable):
-                await self.update()
-            await self._runtime.clock.sleep(REFRESH_INTERVAL_S)
+        """Follow the announced frontends until cancelled."""
+        runtime = self._runtime
+        await follow_records(runtime.discovery, _FRONTENDS_PREFIX, self._apply, runtime.clock)
 
-    async def update(self) -> None:
-        """Look once. Raises `PlaneUnavailable`."""
-        namespaces = set()
-        for value in (await self._runtime.discovery.get(_FRONTENDS_PREFIX)).values():
-            with suppress(msgspec.DecodeError):
-                namespaces.add(_decode(value).namespace)
+    def _apply(self, batch: Sequence[RecordChange], replaces: bool) -> None:
+        if replaces:
+            self._namespaces.clear()
+        for change in batch:
+            self._namespaces.pop(change.key, None)
+            if change.value is not None:
+                with suppress(msgspec.DecodeError):
+                    self._namespaces[change.key] = _decode(change.value).namespace
+        namespaces = set(self._namespaces.values())
         before, self._text = self._text, ""
         if namespaces and self._namespace not in namespaces:
             self._text = (

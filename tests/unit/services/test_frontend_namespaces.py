@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -32,19 +33,21 @@ async def test_frontends_of_other_namespaces_are_named(
 ) -> None:
     caplog.set_level(logging.WARNING)
     runtime = await open_runtime()
-    namespaces = FrontendNamespaces(runtime)
-
-    async def look() -> str:
-        await namespaces.update()
-        return runtime.health.limitations.get("namespace", "")
-
-    assert await look() == ""
     await announce_frontend(runtime, "dynamo-prod")
     await announce_frontend(runtime, "test")
-    for _ in range(2):
-        text = await look()
+    runtime.tasks.start(FrontendNamespaces(runtime).run())
+
+    async def limitation(present: bool) -> str:
+        async with asyncio.timeout(10):
+            while bool(runtime.health.limitations) is not present:
+                await asyncio.sleep(0)
+        return runtime.health.limitations.get("namespace", "")
+
+    text = await limitation(present=True)
     assert text.startswith("no frontend follows namespace dynamo;")
     assert "dynamo-prod, test" in text
     assert caplog.messages == [text]
-    await announce_frontend(runtime, "dynamo")
-    assert await look() == ""
+    key = await announce_frontend(runtime, "dynamo")
+    await limitation(present=False)
+    await runtime.discovery.delete(key)
+    assert await limitation(present=True) == text
