@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from dynamo.communication.kubernetes.link import ApiServerError, ProxyLink, open
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.testing.kubernetes.server import ApiServer
 
+SCRIPTS = Path(sys.executable).parent
 NAMESPACES = "/api/v1/namespaces"
 
 
@@ -90,6 +93,7 @@ async def test_served_versions_are_chosen_by_the_client(server: ApiServer, tmp_p
     await link.close()
 
 
+@pytest.mark.skipif(not (SCRIPTS / "kubectl").exists(), reason="needs kubectl")
 async def test_outside_of_a_cluster_kubectl_is_the_way(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +108,7 @@ async def test_outside_of_a_cluster_kubectl_is_the_way(
     path = tmp_path / "kubeconfig"
     path.write_bytes(msgspec.json.encode(config))
     monkeypatch.setenv("KUBECONFIG", str(path))
+    monkeypatch.setenv("PATH", f"{SCRIPTS}:{os.environ['PATH']}")
     link = open_link(20.0, {})
     assert isinstance(link, ProxyLink)
     assert b'"default"' in await link.request("GET", NAMESPACES)
