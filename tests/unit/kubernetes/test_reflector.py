@@ -35,7 +35,7 @@ async def client(server: ApiServer) -> AsyncIterator[KubernetesClient]:
 
 @pytest.fixture
 async def link(server: ApiServer, tmp_path: Path) -> AsyncIterator[KubernetesLink]:
-    link = open_link(5.0, account_environment(server.url, "admintoken", tmp_path / "account"))
+    link = open_link(30.0, account_environment(server.url, "admintoken", tmp_path / "account"))
     yield link
     await link.close()
 
