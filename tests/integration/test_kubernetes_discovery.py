@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +23,7 @@ from dynamo.runtime.deployment import Deployment as ProcessFolder
 from dynamo.runtime.processes.process_record import REFRESH_INTERVAL_S
 
 BODY = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+SCRIPTS = Path(sys.executable).parent
 Pod = Callable[..., Deployment]
 
 
@@ -135,3 +139,33 @@ def test_pods_at_rest_ask_the_api_server_nothing(
     assert requests == []
     watches = kubernetes.cluster.server._watches
     assert len(watches) == 8, "two for each supervisor and each other process"
+
+
+@pytest.mark.skipif(not (SCRIPTS / "kubectl").exists(), reason="needs kubectl")
+def test_a_command_outside_of_the_cluster_calls_a_worker(
+    pod: Pod, kubernetes: KubernetesServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    worker = pod("worker", *mock(tiny_model))
+    frontend = pod("frontend", "--workers", "0")
+    frontend.wait_ready()
+    until(lambda: frontend.post("/v1/chat/completions", BODY)[0] == 200)
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": kubernetes.cluster.server.url}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {}}],
+        "current-context": "x",
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    environ = os.environ | {
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        "KUBECONFIG": str(tmp_path / "kubeconfig"),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "DYNAMO_RUNTIME__DISCOVERY": "kubernetes://lab/qwen",
+    }
+    body = json.dumps(BODY | {"model": "default"})
+    command = [sys.executable, "-m", "dynamo", "call", "Processor.chat/answer", body]
+    called = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60)
+    assert json.loads(called.stdout)["finish_reason"] == "length", called.stderr
+    assert worker.process.poll() is None

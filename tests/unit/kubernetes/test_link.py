@@ -39,6 +39,15 @@ async def test_a_failure_says_what_the_server_says(server: ApiServer, tmp_path: 
     await link.close()
 
 
+async def test_kinds_that_are_missing_are_named(server: ApiServer, tmp_path: Path) -> None:
+    link = open_link(30.0, account_environment(server.url, "admintoken", tmp_path))
+    with pytest.raises(
+        ApiServerError, match=r"answered 404 .*`dynamo kubernetes crds` prints them"
+    ):
+        await link.request("GET", "/apis/nvidia.com/v1alpha1/dynamoworkermetadatas?limit=1")
+    await link.close()
+
+
 async def test_a_namespace_is_that_of_the_account(server: ApiServer, tmp_path: Path) -> None:
     environment = account_environment(server.url, "admintoken", tmp_path)
     (tmp_path / "namespace").write_text("lab\n", encoding="ascii")

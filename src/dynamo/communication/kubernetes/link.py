@@ -268,6 +268,8 @@ def _failure(answer: HttpAnswer, request: str) -> ApiServerError:
     except msgspec.DecodeError:
         status = _Status(answer.body[:200].decode(errors="replace").strip())
     text = status.message or "no reason given"
+    if answer.status == 404 and "/apis/nvidia.com/" in request and not status.details:
+        text += "; are Dynamo's kinds installed? `dynamo kubernetes crds` prints them"
     seconds = answer.headers.get("retry-after", "")
     return ApiServerError(
         f"Kubernetes answered {answer.status} to {request}: {text}",
