@@ -150,9 +150,8 @@ async def test_the_planner_of_a_graph_sets_its_sizes(
     planner = {"name": "plan", "type": "planner", "podTemplate": template}
     planned["spec"]["components"].append(planner)
     await pods.apply(planned)
-    await pods.until(lambda: len(pods.runs("work")) == 2)
+    await pods.until(lambda: [run.containers[0].ready for run in pods.runs("work")] == [True] * 2)
     await pods.until(lambda: pods.is_successful("llm"))
-    assert all(run.containers[0].ready for run in pods.runs("work"))
     assert not pods.server.access.refused
 
 
