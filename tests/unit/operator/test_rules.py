@@ -122,6 +122,16 @@ def test_services_become_components() -> None:
     ]
 
 
+def test_the_planner_of_an_old_manifest_is_started_by_its_new_name() -> None:
+    path = next(path for path in EXAMPLES if path.stem == "v1alpha1_vllm_disagg_planner")
+    (graph,) = read_manifests(path.read_text(), path.name)
+    spec = check_graph(graph["spec"]).spec
+    assert spec is not None
+    (planner,) = (part for part in spec.components if part.type == "planner")
+    (main,) = planner.pod_template["spec"]["containers"]
+    assert main["command"] == ["python3", "-m", "dynamo.planner"]
+
+
 C0, C1, S = "components/0", "components/1", "services/Decode"
 MAIN = f"{C1}/podTemplate/spec/containers/0"
 WRONG = [

@@ -62,6 +62,10 @@ MOVED = {
 """Beginnings of paths of a component, and what a service has there."""
 
 
+OLD_COMMANDS = {"planner_sla": "dynamo.planner"}
+"""Modules that manifests of v1alpha1 start, and those that have replaced them."""
+
+
 class Problem(msgspec.Struct, frozen=True, order=True):
     """A field of a manifest that is wrong or has no effect, and why."""
 
@@ -166,6 +170,8 @@ class _ServiceUpgrade:
             main["resources"] = {**main.get("resources", {}), **resources}
         main |= {field: self._service[field] for field in POD_FIELDS & self._service.keys()}
         self._add_mounts(main, extra)
+        if "command" in main:
+            main["command"] = [OLD_COMMANDS.get(word, word) for word in main["command"]]
         metadata: dict[str, Any] = {}
         for field in ("annotations", "labels"):
             own = {**self._mapping(field), **self._mapping("extraPodMetadata").get(field, {})}
