@@ -6,13 +6,9 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Self
 
 import pytest
-from tests.faults.stream_client import Answer, KeptConnection, ask
-from tests.support.graph_processes import GraphProcesses
-
-from dynamo.core.tasks import BackgroundTasks
+from tests.support.graph_processes import GraphProcesses, Load, make_graph
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,43 +18,6 @@ pytestmark = [
 STREAMS = 6
 
 
-class Load:
-    """Streams in turn from a number of clients, each on a new connection."""
-
-    def __init__(self, pods: GraphProcesses) -> None:
-        self._pods = pods
-        self._tasks = BackgroundTasks()
-        self._stopping = False
-        self.answers: list[Answer] = []
-
-    async def __aenter__(self) -> Self:
-        for client in range(STREAMS):
-            self._tasks.start(self._ask(client))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stopping = True
-        await self._tasks.join()
-
-    async def _ask(self, client: int) -> None:
-        while not self._stopping:
-            async with KeptConnection(8000, self._pods.host("llm")) as connection:
-                self.answers.append(await ask(0, client, 30, connection=connection))
-
-    async def more(self, count: int) -> None:
-        """Wait for more answers."""
-        wanted = len(self.answers) + count
-        async with asyncio.timeout(60):
-            while len(self.answers) < wanted:
-                await asyncio.sleep(0.02)
-
-    def assert_unaffected(self) -> None:
-        """Assert that every answer is complete, and the same for the same prompt."""
-        bad = [answer for answer in self.answers if not answer.complete]
-        assert not bad, bad[:3]
-        assert len({answer.text for answer in self.answers}) == STREAMS
-
-
 @pytest.fixture
 async def pods() -> AsyncIterator[GraphProcesses]:
     async with GraphProcesses({"n1": {}, "n2": {}}) as pods:
@@ -66,45 +25,20 @@ async def pods() -> AsyncIterator[GraphProcesses]:
         yield pods
 
 
-def graph(model: Path, *, workers: int = 2, image: str = "dynamo:1", **env: str) -> dict[str, Any]:
-    """Return a graph of two frontends and simulated workers."""
-    main = {
-        "name": "main",
-        "image": image,
-        "command": ["python3", "-m", "dynamo.mocker"],
-        "args": ["--model-path", str(model), "--model-name", "tiny"],
-        "env": [{"name": name, "value": value} for name, value in env.items()],
-    }
-    template = {"spec": {"containers": [main]}}
-    components = [
-        {"name": "front", "type": "frontend", "replicas": 2},
-        {"name": "work", "type": "worker", "replicas": workers, "podTemplate": template},
-    ]
-    return {
-        "apiVersion": "nvidia.com/v1beta1",
-        "kind": "DynamoGraphDeployment",
-        "metadata": {"name": "llm"},
-        "spec": {
-            "components": components,
-            "env": [{"name": "DYNAMO_SERVER__LEAVE_S", "value": "2"}],
-        },
-    }
-
-
 async def test_updates_and_sizes_break_no_stream(pods: GraphProcesses, tiny_model: Path) -> None:
-    await pods.apply(graph(tiny_model))
+    await pods.apply(make_graph(tiny_model))
     await pods.until(lambda: pods.is_successful("llm"))
     before = pods.runs("work")
     await asyncio.sleep(pods.cluster.proxy.lag_s)
-    async with Load(pods) as load:
+    async with Load(pods, STREAMS) as load:
         await load.more(STREAMS)
-        await pods.apply(graph(tiny_model, VERSION="2"))
+        await pods.apply(make_graph(tiny_model, VERSION="2"))
         await pods.until(lambda: pods.is_successful("llm"))
         assert not set(before) & set(pods.runs("work"))
-        await pods.apply(graph(tiny_model, VERSION="2", workers=1))
+        await pods.apply(make_graph(tiny_model, VERSION="2", workers=1))
         await pods.until(lambda: len(pods.cluster.kubelet.runs) == 3)
         await load.more(STREAMS)
-        await pods.apply(graph(tiny_model, VERSION="2", image="missing:1", workers=1))
+        await pods.apply(make_graph(tiny_model, VERSION="2", image="missing:1", workers=1))
         await pods.until(lambda: "ImagePullBackOff" in str(pods.graph("llm")["status"]))
         await load.more(STREAMS)
     load.assert_unaffected()
@@ -112,10 +46,10 @@ async def test_updates_and_sizes_break_no_stream(pods: GraphProcesses, tiny_mode
 
 
 async def test_faults_break_no_stream(pods: GraphProcesses, tiny_model: Path) -> None:
-    await pods.apply(graph(tiny_model))
+    await pods.apply(make_graph(tiny_model))
     await pods.until(lambda: pods.is_successful("llm"))
     await asyncio.sleep(pods.cluster.proxy.lag_s)
-    async with Load(pods) as load:
+    async with Load(pods, STREAMS) as load:
         await load.more(STREAMS)
         pods.runs("work")[0].containers[0].kill("OOMKilled")
         await pods.until(lambda: not pods.is_successful("llm"))
@@ -143,7 +77,7 @@ async def test_the_planner_of_a_graph_sets_its_sizes(
         "command": ["python3", "-m", "dynamo.planner"],
         "args": ["--config", document],
     }
-    planned = graph(tiny_model, workers=1)
+    planned = make_graph(tiny_model, workers=1)
     front, work = planned["spec"]["components"]
     front["replicas"], work["scalingAdapter"] = 1, {}
     template = {"spec": {"containers": [main]}}
@@ -158,11 +92,11 @@ async def test_the_planner_of_a_graph_sets_its_sizes(
 async def test_a_lost_node_breaks_streams_of_its_frontends_alone(
     pods: GraphProcesses, tiny_model: Path
 ) -> None:
-    await pods.apply(graph(tiny_model))
+    await pods.apply(make_graph(tiny_model))
     await pods.until(lambda: pods.is_successful("llm"))
     await asyncio.sleep(pods.cluster.proxy.lag_s)
     node = pods.runs("work")[0].node
-    async with Load(pods) as load:
+    async with Load(pods, STREAMS) as load:
         await load.more(STREAMS)
         await pods.cluster.kubelet.lose_node(node)
         await pods.until(lambda: not pods.is_successful("llm"))
