@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 from dashboards import monitoring_files
+from kubernetes_files import kubernetes_files
 
 import dynamo
 from dynamo.application import http_errors
@@ -32,11 +33,8 @@ from dynamo.core.settings import SettingSpec
 from dynamo.core.settings.keys import environment_name, section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import ENVIRONMENT_ALIASES
 from dynamo.core.settings.values import type_name
-from dynamo.operations.operator.crds import custom_resources
-from dynamo.operations.operator.manifests import write_manifests
 
 ROOT = Path(__file__).parents[1]
-CRDS = "deploy/kubernetes/crds"
 MADE = "Made by scripts/reference.py from the code (`make docs`)"
 HELP_COLUMNS = "100"
 
@@ -62,12 +60,8 @@ def _compare(rendered: Mapping[str, str]) -> int:
 def pages() -> Mapping[str, str]:
     """Return the text of every page, manifest, dashboard and rules file, by path."""
     makers = (settings_page, commands_page, errors_page, metrics_page, http_page)
-    kinds = {
-        f"{CRDS}/{kind['metadata']['name']}.yaml": f"# {MADE}.\n{write_manifests([kind])}"
-        for kind in custom_resources()
-    }
     pages = {f"docs/reference/{make.__name__[:-5]}.md": make() for make in makers}
-    return pages | kinds | monitoring_files(MADE)
+    return pages | kubernetes_files(MADE) | monitoring_files(MADE)
 
 
 def settings_page() -> str:

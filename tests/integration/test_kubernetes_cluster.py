@@ -19,10 +19,11 @@ import yaml
 from tests.conftest import until
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-KUBECTL, DYNAMO = SCRIPTS / "kubectl", SCRIPTS / "dynamo"
+KUBECTL = SCRIPTS / "kubectl"
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
+INSTALLATION = Path(__file__).parents[2] / "deploy" / "kubernetes"
 MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
 WEB = """
 apiVersion: apps/v1
@@ -85,24 +86,26 @@ def address_of(env: dict[str, str], service: str) -> str:
     return address.replace("10.", "127.", 1)
 
 
+def operator_log(env: dict[str, str]) -> str:
+    """Return the log of the operator's pod. It lacks no right."""
+    log = kubectl(env, "-n", "dynamo-system", "logs", "deploy/dynamo-operator")
+    assert "Traceback" not in log
+    assert "403" not in log
+    return log
+
+
 @pytest.fixture(scope="module")
 def operator(cluster: dict[str, str]) -> Iterator[None]:
-    """Run the operator beside the cluster, with its kinds and what manifests refer to."""
-    crds = subprocess.run(
-        [DYNAMO, "kubernetes", "crds"], capture_output=True, text=True, check=True, timeout=60
-    )
-    kubectl(cluster, "apply", "--server-side", "-f", "-", text=crds.stdout)
+    """Install the operator as a pod, and what manifests refer to."""
+    kubectl(cluster, "apply", "--server-side", "-k", str(INSTALLATION))
     secret = ("create", "secret", "generic", "hf-token-secret", "--from-literal=HF_TOKEN=none")
     kubectl(cluster, *secret)
     kubectl(cluster, "create", "configmap", "planner-profile-data")
-    process = subprocess.Popen(
-        [DYNAMO, "kubernetes", "operator"], env=cluster, stderr=subprocess.PIPE, text=True
-    )
+    where = ("-n", "dynamo-system")
+    kubectl(cluster, *where, "rollout", "status", "deploy/dynamo-operator", "--timeout=90s")
     yield
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "Traceback" not in errors
+    until(lambda: "this operator leads" in operator_log(cluster))
+    kubectl(cluster, "delete", "-k", str(INSTALLATION), "--ignore-not-found", "--timeout=90s")
 
 
 @pytest.mark.usefixtures("operator")
@@ -122,6 +125,7 @@ def test_mocker_example_serves_disaggregated(cluster: dict[str, str], tiny_model
         assert json.load(answer)["usage"]["completion_tokens"] == 8
     logs = kubectl(cluster, "logs", "-l", "nvidia.com/dynamo-component=decode", "--tail=-1")
     assert "connected to a peer's KV blocks" in logs
+    assert "this operator leads" in operator_log(cluster)
     kubectl(cluster, "delete", "dgd", "mocker-disagg")
     kubectl(cluster, "wait", "--for=delete", "pod", "--all", "--timeout=90s")
     assert not kubectl(cluster, "get", "deploy,svc,pdb,netpol,role", "-o", "name")
@@ -159,7 +163,7 @@ def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     assert "GET / HTTP/1.1" in kubectl(cluster, "logs", "-l", "app=web")
     assert "Service Account" in kubectl(cluster, "describe", "pods")
     kubectl(cluster, "scale", "deploy/web", "--replicas=1")
-    kubectl(cluster, "drain", "node-0", "--timeout=60s")
+    kubectl(cluster, "drain", "node-0", "--delete-emptydir-data", "--timeout=60s")
     kubectl(cluster, "uncordon", "node-0")
     kubectl(cluster, "delete", "deploy/web", "svc/web")
     kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")

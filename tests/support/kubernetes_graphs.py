@@ -15,6 +15,7 @@ from dynamo.communication.kubernetes.link import open_link
 from dynamo.core.clock import SystemClock
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.crds import custom_resources
+from dynamo.operations.operator.manifests import read_manifests
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.services.operator.loop import OperatorLoop
 from dynamo.services.operator.pod_load import ReadLoad
@@ -28,6 +29,7 @@ GRAPHS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeployments"
 ADAPTERS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeploymentscalingadapters"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/default/deployments"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+INSTALLATION = Path(__file__).parents[2] / "deploy" / "kubernetes" / "operator.yaml"
 UNTIL_S = 30.0
 
 
@@ -64,7 +66,7 @@ async def no_load(pod: Mapping[str, Any]) -> float | None:
 
 
 class GraphCluster:
-    """A cluster with the kinds of graphs, ready pods, and a client."""
+    """A cluster with the kinds of graphs, ready pods, a client, and the operator's own rights."""
 
     def __init__(self, folder: Path, nodes: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._folder = folder
@@ -84,6 +86,14 @@ class GraphCluster:
                 "customresourcedefinitions.apiextensions.k8s.io", "", ""
             )
             self.server.objects.create(target, resource)
+        for item in read_manifests(INSTALLATION.read_text(), INSTALLATION.name):
+            if item["kind"] != "Deployment":
+                kind = f"{item['kind'].lower()}s"
+                if "rbac" in item["apiVersion"]:
+                    kind += ".rbac.authorization.k8s.io"
+                namespace = item["metadata"].get("namespace", "")
+                self.server.objects.create(self.server.objects.target(kind, namespace, ""), item)
+        self.token = self.server.access.account_token("dynamo-system", "dynamo-operator")
         self.pods = ReadyPods(self._cluster.objects)
         self.pods.unready = set()
         self._tasks.start(self.pods.run(), "pods")
@@ -96,17 +106,18 @@ class GraphCluster:
             await link.close()
         self.client.close()
         await self._tasks.close()
+        if error == (None, None, None):
+            assert not self.server.access.refused, "the operator lacks a right"
         await self._cluster.__aexit__(*error)
 
     async def operator(
         self,
         options: PodOptions | None = None,
-        token: str = "admintoken",
         read_load: ReadLoad = no_load,
     ) -> OperatorLoop:
         """Start an operator, and return when it leads."""
         folder = self._folder / f"account-{len(self._operators)}"
-        link = open_link(5.0, account_environment(self.server.url, token, folder))
+        link = open_link(5.0, account_environment(self.server.url, self.token, folder))
         loop = OperatorLoop(link, "", SystemClock(), options or PodOptions(), read_load=read_load)
         self._operators.append((loop, link))
         await loop.start()

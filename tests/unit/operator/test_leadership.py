@@ -32,7 +32,7 @@ class Contender:
     """An operator with its own link."""
 
     def __init__(self, cluster: GraphCluster, folder: Path) -> None:
-        environ = account_environment(cluster.server.url, "admintoken", folder)
+        environ = account_environment(cluster.server.url, cluster.token, folder)
         self.link: KubernetesLink = open_link(0.3, environ)
         self.operator = GraphOperator(self.link, SystemClock(), PodOptions(), times=TIMES)
 
@@ -93,12 +93,15 @@ async def test_a_lease_of_somebody_else_is_respected_until_it_ends(
 async def test_kinds_of_another_operator_are_named(cluster: GraphCluster, tmp_path: Path) -> None:
     client: KubernetesClient = cluster.client
     name = "dynamographdeployments.nvidia.com"
-    environ = account_environment(cluster.server.url, "admintoken", tmp_path / "a")
+    environ = account_environment(cluster.server.url, cluster.token, tmp_path / "a")
     link = open_link(5.0, environ)
     await check_cluster(link)
-    labels = {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm-of-another"}}}
-    await client.send("PATCH", f"{CRDS}/{name}", labels, "application/merge-patch+json")
-    with pytest.raises(ConfigError, match="managed by Helm-of-another"):
+    patch = {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm"}}}
+    await client.send("PATCH", f"{CRDS}/{name}", patch, "application/merge-patch+json")
+    await check_cluster(link)
+    patch["metadata"]["labels"]["app.kubernetes.io/part-of"] = "another"
+    await client.send("PATCH", f"{CRDS}/{name}", patch, "application/merge-patch+json")
+    with pytest.raises(ConfigError, match="managed by Helm"):
         await check_cluster(link)
     await client.send("DELETE", f"{CRDS}/{name}")
     with pytest.raises(ConfigError, match=f"has no kind {name}"):

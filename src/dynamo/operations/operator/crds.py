@@ -10,7 +10,10 @@ import msgspec
 from dynamo.operations.operator.kinds import GROUP, KINDS, CustomKind
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
+PART_OF = "app.kubernetes.io/part-of"
 MANAGER = "dynamo-python"
+"""The value of both labels. Helm writes its own name into the first one."""
+LABELS = {MANAGED_BY: MANAGER, PART_OF: MANAGER}
 DROPPED_KEYS = {"title", "$ref", "anyOf", "default"}
 INT_OR_STRING = "x-kubernetes-int-or-string"
 
@@ -40,7 +43,7 @@ def custom_resource(kind: CustomKind) -> Mapping[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{kind.plural}.{GROUP}", "labels": {MANAGED_BY: MANAGER}},
+        "metadata": {"name": f"{kind.plural}.{GROUP}", "labels": dict(LABELS)},
         "spec": spec,
     }
 

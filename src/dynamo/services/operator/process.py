@@ -17,7 +17,7 @@ from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink,
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
-from dynamo.operations.operator.crds import MANAGED_BY, MANAGER
+from dynamo.operations.operator.crds import MANAGED_BY, MANAGER, PART_OF
 from dynamo.operations.operator.kinds import GROUP, KINDS
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.runtime.processes.process import run_on_loop
@@ -97,8 +97,9 @@ async def check_cluster(link: KubernetesLink) -> None:
                 f"the cluster has no kind {name}",
                 hint="dynamo kubernetes crds | kubectl apply --server-side -f -",
             ) from None
-        manager = (item["metadata"].get("labels") or {}).get(MANAGED_BY, MANAGER)
-        if manager != MANAGER:
+        labels = item["metadata"].get("labels") or {}
+        manager = labels.get(MANAGED_BY, MANAGER)
+        if MANAGER not in (manager, labels.get(PART_OF)):
             raise ConfigError(
                 f"{name} is managed by {manager}, and one operator a cluster is all",
                 hint="remove that operator and its kinds, or use it instead",
