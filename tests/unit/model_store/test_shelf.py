@@ -208,8 +208,8 @@ def test_a_file_that_changes_while_it_is_copied_is_not_used(
 
 
 def test_ten_kills_in_a_row_cost_little(tmp_path: Path, weights: bytes) -> None:
-    """A process that is killed during its download loses what is in the buffers of its sockets.
-    The beginnings of pieces, of which three are read at a time, stay."""
+    """A process that is killed during its download loses what is in the buffers of its
+    sockets. The beginnings of pieces stay, of which three are read at a time."""
     content = weights * 2
     with running_hub({"org/model": {"model.safetensors": content, "config.json": b"{}"}}) as hub:
         hub.rate = 10_000_000

@@ -34,8 +34,6 @@ from dynamo.services.model_store.store import ModelStore
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 0.25
-"""Time after the announcement in which others that begin at the same time are seen."""
 STEP_S = 0.05
 LOCK_POLL_S = 0.2
 CALL_TIMEOUT_S = 10.0
@@ -44,6 +42,8 @@ HASHING_TIMEOUT_S = 600.0
 FAILURE_SHOWN_S = 1.0
 """A failure stays in discovery for this time, so that all who wait have its reason."""
 RETRY_AFTER_S = 30.0
+STORE_DELAY_S = 5.0
+"""A store of the cluster begins to fetch a model within this time."""
 PEERS_ONLY = "from peers only"
 
 
@@ -78,6 +78,7 @@ class Download:
         self._peer_digests: dict[str, dict[int, bytes]] = {}
         self._peer_tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._stopped = Event()
+        self._began = self._clock.now()
         self._partial: PartialModel | None = None
         self._offer: OfferedModel
         self._scheduler = PieceScheduler((), store.runtime.rng)
@@ -100,8 +101,6 @@ class Download:
         await records.announce()
         self._tasks.start(records.follow(), "records of the model store")
         await records.known.wait()
-        if not records.is_led():
-            await self._clock.sleep(SETTLE_S)
         while self._partial is None:
             if (manifest := await self._find_manifest()) is None:
                 await self._wait()
@@ -115,9 +114,17 @@ class Download:
         """Wait for changes. Raises what ends this download."""
         if self._failure is not None:
             raise self._failure
-        self._records.check_hope(tuple(self._left_out), self._error)
+        if not self._may_wait_for_store():
+            self._records.check_hope(tuple(self._left_out), self._error)
         self._records.changed.clear()
         await wait_at_most(self._records.changed.wait(), STEP_S)
+
+    def _may_wait_for_store(self) -> bool:
+        """Whether a store of the cluster may begin to fetch the model yet."""
+        stores = (
+            each.capabilities.get("is_store") for each in self._store.peers.instances.values()
+        )
+        return self._clock.now() - self._began < STORE_DELAY_S and any(stores)
 
     async def _find_manifest(self) -> Manifest | None:
         """Take the manifest of a peer, or ask the source if that is up to this process."""

@@ -19,6 +19,7 @@ from dynamo.models.downloads.sources import ModelSpec
 from dynamo.runtime.distributed import DistributedRuntime
 
 RECORD_INTERVAL_S = 1.0
+CLAIM_POLL_S = 0.02
 SMALL_KEY = "?small"
 """The end of the key of a model without weights."""
 
@@ -26,13 +27,15 @@ SMALL_KEY = "?small"
 class StoreRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a model in a process. A model without a record is absent.
 
-    `asks_source`: this process alone asks the source. `reason` and `again_s` (Unix time) are those
-    of a failure or of a wait; a process that fetches and has a reason cannot ask the source.
+    `asks_source`: this process alone asks the source; `claims`: it wants to. `reason` and `again_s`
+    (Unix time) are those of a failure or of a wait. A process that fetches and has a reason cannot
+    ask the source.
     """
 
     state: Literal["fetching", "ready", "failed"]
     commit: str = ""
     asks_source: bool = False
+    claims: bool = False
     is_store: bool = False
     done_bytes: int = 0
     total_bytes: int = 0
@@ -100,19 +103,48 @@ class PeerRecords:
         await self._runtime.discovery.delete(self._prefix + self._runtime.instance_id)
 
     async def elect(self) -> bool:
-        """Return whether this process asks the source: a store before others, then the lowest
-        instance of those that may. Two that begin at the same moment see each other later."""
-        own = _rank(self._runtime.instance_id, self.own)
-        asks = not self.own.reason or self.own.asks_source
-        for instance, record in self.others.items():
-            asks = asks and not (record.may_get_pieces and _rank(instance, record) < own)
-        if asks != self.own.asks_source:
-            await self.announce(asks_source=asks)
-        return asks
+        """Return whether this process alone asks the source. A process that wants to claims it,
+        reads all records, and waits for other claims, of which the lowest wins."""
+        own = self._rank(self._runtime.instance_id, self.own)
+        stores = any(record.is_store and record.may_get_pieces for record in self.others.values())
+        if self.own.reason and not self.own.asks_source:
+            return False
+        if stores and not self.own.is_store:
+            if self.own.asks_source:
+                await self.announce(asks_source=False)
+            return False
+        if self.own.asks_source:
+            return True
+        if any(record.asks_source for record in self.others.values()):
+            return False
+        await self.announce(claims=True)
+        while True:
+            others = await self._read_others()
+            if any(
+                record.asks_source or (record.claims and self._rank(instance, record) < own)
+                for instance, record in others.items()
+            ):
+                await self.announce(claims=False)
+                return False
+            if not any(record.claims for record in others.values()):
+                await self.announce(claims=False, asks_source=True)
+                return True
+            await self._runtime.clock.sleep(CLAIM_POLL_S)
 
-    def is_led(self) -> bool:
-        """Whether another process has the model, or asks its source."""
-        return any(each.state == "ready" or each.asks_source for each in self.others.values())
+    async def _read_others(self) -> dict[str, StoreRecord]:
+        """Return the records of others as they are now."""
+        records = {}
+        for key, value in (await self._runtime.discovery.get(self._prefix)).items():
+            instance = key.removeprefix(self._prefix)
+            with suppress(*DECODE_ERRORS):
+                if instance != self._runtime.instance_id:
+                    records[instance] = msgspec.json.decode(value, type=StoreRecord)
+        return records
+
+    @staticmethod
+    def _rank(instance: str, record: StoreRecord) -> tuple[bool, str]:
+        """Return the order in which processes ask the source."""
+        return not record.is_store, instance
 
     def check_hope(self, left_out: Sequence[str], error: ModelUnavailable) -> None:
         """Raise the failure of who asked the source, or `error` if no other process has pieces or
@@ -138,11 +170,6 @@ class PeerRecords:
                     self.others[instance] = msgspec.json.decode(change.value, type=StoreRecord)
         self.known.set()
         self.changed.set()
-
-
-def _rank(instance: str, record: StoreRecord) -> tuple[bool, bool, str]:
-    """Return the order in which processes ask the source."""
-    return not record.is_store, not record.asks_source, instance
 
 
 async def read_records(settings: Settings) -> list[tuple[str, str, StoreRecord]]:

@@ -14,7 +14,7 @@ BUSY_DELAY_S = 0.02
 """A peer that has no time is asked again after this time."""
 SLOW_FACTOR = 3.0
 MIN_SLOW_S = 0.1
-HANG_S = 5.0
+HANG_S = 15.0
 """A peer that owes a piece and sends nothing for this time does not answer."""
 SAMPLE = 256
 """The rarest of so many pieces of a peer is taken."""
