@@ -153,9 +153,13 @@ class KvConnector(ABC):
 
 
 class LoraAdapters(ABC):
-    """The LoRA adapters of an engine. `paths` has the path of each loaded one by its id."""
+    """The LoRA adapters of an engine. `paths` has the path of each loaded one by its id.
+
+    `fetch` returns the folder of a path: of a name on the hub or a URL, the model store's.
+    """
 
     paths: Mapping[str, str]
+    fetch: Callable[[str], Awaitable[str]] | None = None
 
     @property
     def replaced(self) -> Collection[str]:
@@ -172,7 +176,7 @@ class LoraAdapters(ABC):
 
     @abstractmethod
     async def load(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Load the adapter in the folder `path`, which requests may name when this returns. Raises
+        """Load the adapter at `path`, which requests may name when this returns. Raises
         `InvalidRequest`, also for a name that has other content, unless `replace` is set."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -58,8 +58,16 @@ def model_card_key(namespace: str, model: str, instance: str) -> str:
 class EngineWorker:
     """Serves one engine. Call `attach` once, then `close` or end the process."""
 
-    def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        card: ModelCard,
+        *,
+        component: str = "worker",
+        fetch_adapter: Callable[[str], Awaitable[str]] | None = None,
+    ) -> None:
         self._engine = engine
+        self._fetch_adapter = fetch_adapter
         self._card = card
         self._component = component
         self._tasks = BackgroundTasks()
@@ -154,6 +162,7 @@ class EngineWorker:
     async def _serve_adapters(self, component: Component, adapters: LoraAdapters) -> None:
         """Take orders for adapters, then load those that the model has: no order is missed."""
         endpoint = component.endpoint(ADAPTERS_ENDPOINT)
+        adapters.fetch = self._fetch_adapter
         handle = AdapterEndpoint(adapters, self._announce_adapters).handle
         model = {"model": self._card.names[0]}
         self._endpoints.append(await endpoint.serve(handle, capabilities=model))

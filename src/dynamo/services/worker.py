@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.plugins import ENGINES, engine_needs_weights
@@ -32,6 +33,7 @@ from dynamo.services.frontend_namespaces import FrontendNamespaces
 from dynamo.services.model_store.preparation import (
     PREPARING_REASON,
     ThreadSafeProgress,
+    fetch_adapter,
     fetch_model_of,
     offer_model_of,
 )
@@ -87,7 +89,8 @@ class WorkerService:
 
     async def _serve(self, runtime: DistributedRuntime, engine: Engine, card: ModelCard) -> None:
         kind = runtime.settings.engine.kind
-        worker = inference_worker.EngineWorker(engine, card)
+        fetch = partial(fetch_adapter, await open_model_store(runtime))
+        worker = inference_worker.EngineWorker(engine, card, fetch_adapter=fetch)
         runtime.model = card.names[0]
         served_card = await worker.attach(runtime)
         runtime.add_shutdown_hook(worker.close)

@@ -49,7 +49,8 @@ class FolderAdapters(LoraAdapters):
 
     async def load(self, name: str, path: str, *, replace: bool = False) -> None:
         async with self._lock:
-            adapter = adapter_id(name, await to_thread(digest_adapter, Path(path)))
+            folder = path if self.fetch is None else await self.fetch(path)
+            adapter = adapter_id(name, await to_thread(digest_adapter, Path(folder)))
             others = [loaded for loaded in self.paths if adapter_name(loaded) == name]
             if others == [adapter]:
                 return
@@ -62,7 +63,7 @@ class FolderAdapters(LoraAdapters):
             earlier = self._replaced.pop(name, None)
             if earlier is not None:
                 await self._unload(earlier)
-            await self.load_weights(adapter, path)
+            await self.load_weights(adapter, folder)
             self.paths = {**self.paths, adapter: path}
             for other in others:
                 self._replaced[name] = other

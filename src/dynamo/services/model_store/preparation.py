@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, InvalidRequest, ModelUnavailable
 from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import AUTO
@@ -166,3 +167,15 @@ async def offer_model_of(store: ModelStore, path: str, files: ModelFiles) -> Non
             return
     if files.path.is_file() or any(files.path.glob("*.safetensors")):
         await store.offer_folder(files.name, files.path)
+
+
+async def fetch_adapter(store: ModelStore, path: str) -> str:
+    """Return the folder of a LoRA adapter, fetched if `path` is a URL or a name on the hub with its
+    organisation. Raises `InvalidRequest`."""
+    spec, offload = parse_spec(path), store.runtime.clock.offload
+    if spec is None or "/" not in path or await offload(os.path.exists, path):
+        return path
+    try:
+        return str((await fetch_model(store, spec)).folder)
+    except ModelUnavailable as error:
+        raise InvalidRequest(error.message, hint=error.hint, param="lora_path") from error
