@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import signal
 import socket
+import sys
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -31,6 +34,9 @@ from urllib.parse import urlsplit
 from processes import deployment_of, ready
 from servers import Server, start_ours
 from targets import Targets
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # from here on, for tests.support
+from tests.support.servers import NatsProcess, S3Process, ServerProcess
 
 TIMING = ("--timing", "constant:0.1,5")
 WORDS = ("over", "and", "after", "world", "water", "long", "house", "number", "people", "day")
@@ -49,8 +55,8 @@ class Call(NamedTuple):
 class Client:
     """Sends requests to a deployment and keeps their times by kind: "v" may be hit by the cause."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, service: ServerProcess | None = None) -> None:
+        self.server, self.service = server, service
         self._where = urlsplit(server.url)
         self._numbers = itertools.count()
         self.rng = random.Random(7)
@@ -172,12 +178,59 @@ async def slow_client(client: Client) -> None:
     await client.send("v", client.words(SHORT), tokens=4_000, read_after_s=3.0, stream=True)
 
 
+async def plane_away(client: Client) -> None:
+    """The server of the request plane dies, and comes back after a second."""
+    assert client.service is not None
+    await asyncio.to_thread(client.service.kill)
+    burst = asyncio.create_task(client.burst("v", 10))
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(client.service.start)
+    await burst
+    await asyncio.sleep(2.0)
+
+
+async def stale_index(client: Client) -> None:
+    """A prompt comes again after others took its blocks, of which no event tells the router."""
+    assert client.service is not None
+    prompt = client.words(3_000)
+    await client.send("x", prompt, tokens=1)
+    await asyncio.sleep(0.5)
+    await asyncio.to_thread(client.service.signal, signal.SIGSTOP)
+    for _ in range(8):
+        await client.send("x", client.words(3_000), tokens=1)
+    await client.send("v", prompt)
+    await asyncio.to_thread(client.service.signal, signal.SIGCONT)
+
+
+async def slow_tier(client: Client) -> None:
+    """The object store stands still while a prompt's blocks are loaded from it."""
+    assert client.service is not None
+    prompt = client.words(3_000)
+    await client.send("x", prompt, tokens=1)
+    for _ in range(8):
+        await client.send("x", client.words(3_000), tokens=1)
+    await asyncio.sleep(2.0)  # blocks go to the store in the background
+    await asyncio.to_thread(client.service.signal, signal.SIGSTOP)
+    again = asyncio.create_task(client.send("v", prompt))
+    await asyncio.sleep(0.8)
+    await asyncio.to_thread(client.service.signal, signal.SIGCONT)
+    await again
+
+
 class Scenario(NamedTuple):
-    """How a cause is injected, the name that the verdict must have, and flags of its deployment."""
+    """How a cause is injected, the name that the verdict must have, flags of its deployment, and
+    the server that it needs."""
 
     inject: Callable[[Client], Awaitable[None]]
     cause: str
     flags: tuple[str, ...] = ()
+    service: Callable[[], ServerProcess] | None = None
+
+
+SLOW_PROMPTS = ("--timing", "constant:0.5,5")
+"""A prompt is loaded from the store, since computing it takes longer."""
+TCP_REQUESTS = ("--request-plane", "tcp://127.0.0.1:0")
+"""With NATS for events alone."""
 
 
 SCENARIOS = {
@@ -188,19 +241,30 @@ SCENARIOS = {
     "stalled": Scenario(stalled, "stalled loop"),
     "evicted": Scenario(evicted, "eviction", ("--num-blocks", "500")),
     "salted": Scenario(salted, "wrong salt"),
+    "plane_away": Scenario(plane_away, "plane away", (), NatsProcess),
+    "stale_index": Scenario(
+        stale_index, "stale index", ("--num-blocks", "500", *TCP_REQUESTS), NatsProcess
+    ),
+    "slow_tier": Scenario(
+        slow_tier,
+        "slow tier",
+        (*SLOW_PROMPTS, "--num-blocks", "500", "--kv-remote-url", "s3://kv-blocks/blame"),
+        S3Process,
+    ),
     "slow_client": Scenario(slow_client, "slow client", ("--timing", "constant:0.1,0.2")),
 }
 
 
-def verdicts(server: Server) -> dict[str, str]:
-    """Return the first cause by the client's request id."""
+def verdicts(server: Server) -> dict[str, tuple[str, str]]:
+    """Return the first cause and the verdict by the client's request id."""
     observer = ready(deployment_of(server), "observer")[0]
-    named: dict[str, str] = {}
+    named: dict[str, tuple[str, str]] = {}
     for query in ("?limit=5000", "?limit=5000&failed=1"):
         with urllib.request.urlopen(f"{observer.address}/requests{query}", timeout=30) as answer:
             for story in json.load(answer)["requests"]:
                 causes = [cause["name"] for cause in story["causes"]]
-                named[story["client_id"]] = causes[0] if causes else ""
+                first = causes[0] if causes else ""
+                named[story["client_id"]] = first, story["verdict"]
     return named
 
 
@@ -214,9 +278,29 @@ async def send_steadily(client: Client) -> None:
 async def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Inject one cause until enough requests were slowed by it."""
     scenario = SCENARIOS[name]
+    with contextlib.ExitStack() as stack:
+        service = None if scenario.service is None else scenario.service()
+        if service is not None:
+            stack.enter_context(service)
+            os.environ.update(environ_of(service))
+        return await run_scenario(name, args, service)
+
+
+def environ_of(service: ServerProcess) -> dict[str, str]:
+    """Return the variables by which a deployment finds a server."""
+    if isinstance(service, NatsProcess):
+        return {"DYNAMO_NATS_URL": service.url}
+    return service.environ if isinstance(service, S3Process) else {}
+
+
+async def run_scenario(
+    name: str, args: argparse.Namespace, service: ServerProcess | None
+) -> dict[str, Any]:
+    """Start a deployment, inject a cause, and count the verdicts."""
+    scenario = SCENARIOS[name]
     flags = scenario.flags if "--timing" in scenario.flags else (*TIMING, *scenario.flags)
     server = start_ours(args.model, 2, 1.0, "kv", *flags)
-    client = Client(server)
+    client = Client(server, service)
     client.calls["x"] = []
     try:
         for _ in range(HEALTHY // 2):
@@ -232,9 +316,12 @@ async def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             others = [call for call in calls if call.seconds <= usual + SLOWED_S]
         background.cancel()
         await asyncio.sleep(2.5)  # the stories come once a second
-        named = verdicts(server)
+        judged = verdicts(server)
     finally:
         server.stop()
+    named = {request: cause for request, (cause, _) in judged.items()}
+    for call in slowed[:20] if args.show else ():
+        print(f"  {named.get(call.name)}: {judged.get(call.name, ('', 'no story'))[1]}")
     causes = Counter(named.get(call.name, "no story") for call in slowed)
     blamed = [named[call.name] for call in others if call.name in named]
     return {
@@ -254,6 +341,7 @@ def main() -> None:
     parser.add_argument("--causes", default=",".join(SCENARIOS))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each cause")
+    parser.add_argument("--show", action="store_true", help="print verdicts of slowed requests")
     args = parser.parse_args()
     targets, results = Targets(), dict[str, Any]()
     for name in args.causes.split(","):

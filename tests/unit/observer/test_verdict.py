@@ -200,3 +200,27 @@ def test_a_new_prompt_is_a_cause_if_it_is_long_and_short_ones_wait_for_others() 
     assert verdict_on(late_story(long)).cause == "new prompt"
     short = late_attempt(1.0, {"prefill_s": 1.048, "ahead_requests": 20})
     assert verdict_on(late_story(short)).cause == "overload"
+
+
+def test_short_answers_do_not_tell_the_usual_pace() -> None:
+    typical = TypicalTimes()
+    for _ in range(20):
+        typical.add(make_story())
+        typical.add(make_story(make_attempt(ended_us=51_000), output_tokens=1, ended_us=52_000))
+    assert typical.usual_us(make_story(), "decode") == pytest.approx(100_000)
+    assert judge(make_story(), "frontend-1", typical, Surroundings()).cause == ""
+
+
+def test_an_attempt_that_was_lost_with_a_plane_is_blamed_on_it() -> None:
+    lost = make_attempt(
+        first_us=None, ended_us=900_000, error="worker_failed", times=None,
+        reason="the connection to the instance broke",
+    )  # fmt: skip
+    again = make_attempt(placed_us=901_000, first_us=951_000, ended_us=1_051_000)
+    story = make_story(lost, again, ended_us=1_052_000)
+    assert verdict_on(story).cause == "lost worker"
+    known = Surroundings()
+    known.planes.append((1_000.0, 1_001.0, "frontend-1", "NATS closed the connection"))
+    verdict = verdict_on(story, known)
+    assert verdict.cause == "plane away"
+    assert "while a plane was away: NATS closed the connection" in verdict.text

@@ -18,6 +18,8 @@ COMPUTING_STAGES = ("prefill", UNKNOWN, "decode")
 MIN_PAUSE_US = 500_000
 """A pause of an answer that is a pause even where nobody knows the usual pace."""
 MAX_PREFILLS = 256
+MIN_PACE_TOKENS = 4
+"""A shorter answer does not tell the usual time of a token."""
 LONG_PROMPT_TOKENS = 1_024
 """A prompt of so many tokens, and of half of all tokens that are ahead, is what others wait for."""
 SILENT_TEXTS = ("does not answer", "did not answer", "stalled")
@@ -88,17 +90,19 @@ class TypicalTimes:
         for stage in find_stages(story):
             sums[stage.name] += stage.us
         for name in STAGES:
+            if name == "decode" and _tokens(story) < MIN_PACE_TOKENS:
+                continue
             self._times[story.model, name].append(sums[name] / _units(story, name))
 
     def knows(self, model: str) -> bool:
         """Return whether there were enough requests of a model to know what is usual."""
-        return len(self._times.get((model, "decode"), ())) >= MIN_TYPICAL
+        return len(self._times.get((model, STAGES[0]), ())) >= MIN_TYPICAL
 
     def usual_us(self, story: EndedStory, stage: str) -> float:
         """Return the usual time of a stage for a request of this size. Before it is known, a stage
         that computes takes as long as it takes, without its longest pause, and others none."""
         times = self._times.get((story.model, stage))
-        if times is None or not self.knows(story.model):
+        if times is None or len(times) < MIN_TYPICAL:
             if stage not in COMPUTING_STAGES:
                 return 0.0
             return math.inf if stage != "decode" else _steady_us(story)
@@ -110,7 +114,10 @@ def _steady_us(story: EndedStory) -> float:
     return took_us - story.gap_us if story.gap_us >= MIN_PAUSE_US else took_us
 
 
+def _tokens(story: EndedStory) -> int:
+    return story.output_tokens // max(1, story.choices * story.prompts)
+
+
 def _units(story: EndedStory, stage: str) -> int:
-    if stage == "decode":
-        return max(1, story.output_tokens // max(1, story.choices * story.prompts))
-    return 1
+    """Return the tokens after the first one, each of which takes a step; 1 for other stages."""
+    return max(1, _tokens(story) - 1) if stage == "decode" else 1

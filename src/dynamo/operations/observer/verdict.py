@@ -152,6 +152,8 @@ class _Judging:
             attempt.reason or attempt.error,
             name_of_loss(attempt),
         )
+        if (away := self._plane_between(began_us, until_us)) is not None:
+            name, reason = "plane away", f"{reason}, while a plane was away: {away}"
         moved = f", and it went on at {following[0].worker}" if following else ""
         at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
         text = f"were lost with {worker}{at}: {reason}{moved}"
@@ -188,12 +190,18 @@ class _Judging:
         return Cause(name, late_us, text, stage.name, lost)
 
     def _away_plane(self, stage: StageTime, late_us: int) -> Cause | None:
-        began_s = self._story.wall_s + stage.began_us / 1e6
-        ended_s = began_s + stage.us / 1e6
+        why = self._plane_between(stage.began_us, stage.began_us + stage.us)
+        if why is None:
+            return None
+        text = f"in stage {stage.name} while a plane was away: {why}"
+        return Cause("plane away", late_us, text, stage.name)
+
+    def _plane_between(self, began_us: int, ended_us: int) -> str | None:
+        """Return why a plane was away for the process in that time; None if none was."""
+        began_s, ended_s = (self._story.wall_s + us / 1e6 for us in (began_us, ended_us))
         for since_s, until_s, process, why in self._known.planes:
             if since_s < ended_s and until_s > began_s and process == self._router:
-                text = f"in stage {stage.name} while a plane was away: {why}"
-                return Cause("plane away", late_us, text, stage.name)
+                return why
         return None
 
     def _unexplained(self, stage: StageTime, late_us: int) -> Cause:
