@@ -9,7 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,6 +34,7 @@ from dynamo.runtime.processes.process_record import (
     ProcessRecordWriter,
     SupervisorDiscovery,
     describe_children,
+    describe_restarts,
     describe_workers,
     process_key,
     supervisor_record,
@@ -42,7 +42,7 @@ from dynamo.runtime.processes.process_record import (
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.served_models import ModelSources, ServedModels
 from dynamo.runtime.processes.standby import take_over
-from dynamo.runtime.processes.status import StatusServer
+from dynamo.runtime.processes.status import StatusServer, unready_reason
 from dynamo.runtime.processes.supervisor_metrics import (
     AlertWatch,
     declare_supervisor_metrics,
@@ -57,7 +57,7 @@ from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[Callable[[str], None]], Awaitable[Coroutine[Any, Any, None] | None]]
+Prepare = Callable[[Callable[[str], None]], Awaitable[Coroutine[None, None, None] | None]]
 """Work that some processes need before they start, with a callback for progress. Returns work to do
 beside them. A raised `DynamoError` ends the deployment."""
 
@@ -101,9 +101,9 @@ class Supervisor:
         cards = {spec.name: spec.cards for spec in specs if spec.cards}
         record = supervisor_record(deployment, settings.runtime.namespace, address, cards)
         self._record_writer = ProcessRecordWriter(deployment, record, self._clock)
-        reasons, details = self._unhealthy_reasons, self._health_details
+        reasons, details, ready = self._unhealthy_reasons, self._health_details, self._unready
         self._status = StatusServer(
-            settings, self._clock, metrics, reasons=reasons, details=details
+            settings, self._clock, metrics, reasons=reasons, details=details, ready=ready
         )
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
@@ -206,8 +206,8 @@ class Supervisor:
 
     async def _run_preparation(self) -> None:
         try:
-            rest = self._prepare and await self._prepare(self._set_preparation_status)
-            if rest:
+            prepare = self._prepare
+            if prepare is not None and (rest := await prepare(self._set_preparation_status)):
                 self._tasks.start(rest, "after the preparation")
         except Exception as error:  # noqa: BLE001 - `run` raises it after all have stopped
             if not self._stop_requested.is_set():
@@ -218,11 +218,10 @@ class Supervisor:
             self._set_preparation_status("")
 
     def _set_preparation_status(self, preparing: str) -> None:
-        if preparing == self._preparation_status:
-            return
-        self._preparation_status = preparing
-        for child in self.children:
-            child.notify_preparing(preparing)
+        if preparing != self._preparation_status:
+            self._preparation_status = preparing
+            for child in self.children:
+                child.notify_preparing(preparing)
 
     async def _wait_for_stop(self) -> None:
         await wait_for_first(self._stop_requested.wait(), self.ready.wait())
@@ -251,6 +250,9 @@ class Supervisor:
             reasons["stopping"] = "the deployment is draining"
         return reasons
 
+    def _unready(self) -> str:
+        return unready_reason(self.children, self._unhealthy_reasons())
+
     def _health_details(self) -> Mapping[str, object]:
         return {
             "role": SUPERVISOR,
@@ -258,11 +260,7 @@ class Supervisor:
             "processes": {child.spec.name: child.pid for child in self.children},
             "warnings": [warning] if (warning := self._disk_space.warning) else [],
             "alerts": [] if self._alerts is None else self._alerts.list_active(),
-            "restarts": {
-                child.spec.name: {"count": child.restarts, "last_exit": child.last_exit}
-                for child in self.children
-                if child.restarts
-            },
+            "restarts": describe_restarts(self.children),
         }
 
     def _create_group(self, specs: Sequence[ChildSpec]) -> ProcessGroup:
@@ -273,6 +271,7 @@ class Supervisor:
             self._drain_s,
             lambda: self._reloader.refresh(self._group, self._clock),
             self._disk_space.require_space,
+            lambda specs: self._loader.check_room(specs),  # noqa: PLW0108 - it is created later
             self._on_child_removed,
         )
 
@@ -355,6 +354,8 @@ class Supervisor:
         self._announce_processes()
 
     def _on_child_removed(self) -> None:
+        if self._loader.records:
+            self._shared_memory.drop_unused()  # another model may wait for it
         if not self._stop_requested.is_set():
             self._announce_processes()
 
