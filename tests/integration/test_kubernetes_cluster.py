@@ -167,3 +167,23 @@ def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     kubectl(cluster, "uncordon", "node-0")
     kubectl(cluster, "delete", "deploy/web", "svc/web")
     kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm")
+def test_helm_installs_upgrades_and_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: web, version: 0.1.0}")
+    (tmp_path / "values.yaml").write_text("replicas: 1")
+    text = WEB.replace("replicas: 2", "replicas: {{ .Values.replicas }}")
+    (tmp_path / "templates" / "web.yaml").write_text(text)
+    wait = ("--wait", "--timeout=90s")
+    for words in (
+        ("install", "web", str(tmp_path), *wait),
+        ("upgrade", "web", str(tmp_path), "--set=replicas=2", *wait),
+        ("rollback", "web", "1", *wait),
+    ):
+        subprocess.run(["helm", *words], env=cluster, check=True, capture_output=True, timeout=100)
+    assert kubectl(cluster, "get", "deploy", "web", "-o=jsonpath={.spec.replicas}") == "1"
+    subprocess.run(["helm", "uninstall", "web", *wait], env=cluster, check=True, timeout=100)
+    assert not kubectl(cluster, "get", "deploy,svc", "-o", "name")
+    assert "helm" not in kubectl(cluster, "get", "secrets", "-o", "name")
