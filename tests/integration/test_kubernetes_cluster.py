@@ -87,7 +87,7 @@ def address_of(env: dict[str, str], service: str) -> str:
 
 
 def operator_log(env: dict[str, str]) -> str:
-    """Return the log of the operator's pod. It lacks no right."""
+    """Return the log of the operator's pod, which lacks no right."""
     log = kubectl(env, "-n", "dynamo-system", "logs", "deploy/dynamo-operator")
     assert "Traceback" not in log
     assert "403" not in log
