@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 DISTRIBUTION = "dynamo-python"
@@ -40,11 +40,17 @@ def dynamo_command() -> str:
     return shlex.quote(str(installed))
 
 
+def has_pip() -> bool:
+    """Whether this interpreter finds pip. Finders of `sys.meta_path` are not asked: that of
+    setuptools, asked for pip, hides from this process the distutils that vLLM needs."""
+    return PathFinder.find_spec("pip") is not None
+
+
 def pip_command(command: str, *arguments: str) -> str:
     """Return a shell command of pip, or of uv in an environment without pip, for this
     interpreter."""
     pip = [sys.executable, "-m", "pip"]
-    if find_spec("pip") is not None:
+    if has_pip():
         return shlex.join([*pip, command, *arguments])
     if uv := shutil.which("uv"):
         arguments = tuple(word for word in arguments if word != "--yes")  # uv does not ask

@@ -53,9 +53,24 @@ def test_an_installed_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environments_without_pip(
     uv: str | None, start: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(installation, "find_spec", lambda _: None)
+    monkeypatch.setattr(installation, "has_pip", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda _: uv)
     assert shlex.split(install_command("hub"))[: len(start)] == start
+
+
+def test_finders_are_not_asked_for_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = list[str]()
+
+    class Finder:
+        """As that of setuptools, which hides its distutils from whoever asks for pip."""
+
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            searches.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert " -m pip install " in install_command("hub")
+    assert searches == []
 
 
 def test_missing_libraries_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

