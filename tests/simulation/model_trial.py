@@ -21,6 +21,7 @@ from tests.simulation.chaos.requests import GREEDY, RecordedReply
 
 from dynamo.communication.events import Event
 from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
 from dynamo.core.reply import SendRequest
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.timing.model import Timing
@@ -46,7 +47,9 @@ _plane_numbers = count()
 
 class TrialShape(msgspec.Struct, frozen=True):
     """A deployment. With `roles`, half of the workers compute prompts for the others. With `tiers`,
-    blocks fall into a tier of each worker, and into a store that the workers of a model share."""
+    blocks fall into a tier of each worker, and into a store that the workers of a model share. The
+    model "a" gets `flood` times the `rate` of prompts that are longer by `flood_tokens`, and all its
+    workers crash every `kill_every_s`."""
 
     workers: int = 4
     frontends: int = 1
@@ -56,6 +59,9 @@ class TrialShape(msgspec.Struct, frozen=True):
     tiers: bool = False
     rate: float = 10.0
     seconds: float = 8.0
+    flood: float = 1.0
+    flood_tokens: int = 0
+    kill_every_s: float = 0.0
 
 
 class ModelResult(msgspec.Struct, frozen=True):
@@ -63,6 +69,7 @@ class ModelResult(msgspec.Struct, frozen=True):
 
     hit_ratio: float
     ttft_ms: LatencySummary
+    failed: int
 
 
 class TrialResult(msgspec.Struct, frozen=True):
@@ -151,6 +158,35 @@ def _make_network(shape: TrialShape, clock: VirtualClock, plane: str, model: str
     )
 
 
+async def _open_dying_workers(
+    shape: TrialShape, network: SimulatedNetwork, stack: AsyncExitStack
+) -> None:
+    """Start workers that all crash at once every `kill_every_s`, and start again a second later."""
+    tasks = await stack.enter_async_context(BackgroundTasks())
+
+    async def start_all(first: int) -> Sequence[SimulatedWorker]:
+        workers = [SimulatedWorker(network, f"a-{first + n}") for n in range(shape.workers)]
+        for number, worker in enumerate(workers):
+            await worker.start(number)
+        return workers
+
+    async def run(workers: Sequence[SimulatedWorker]) -> None:
+        try:
+            for number in count(shape.workers, shape.workers):
+                await network.clock.sleep(shape.kill_every_s)
+                for worker in workers:
+                    await worker.crash()
+                await network.clock.sleep(1.0)
+                for worker in workers:
+                    await worker.end_lease()
+                workers = await start_all(number)
+        finally:
+            for worker in workers:
+                await worker.shutdown()
+
+    tasks.start(run(await start_all(0)))
+
+
 async def _open_deployment(
     shape: TrialShape, networks: Sequence[SimulatedNetwork], stack: AsyncExitStack
 ) -> Mapping[str, Sequence[SendRequest]]:
@@ -158,6 +194,9 @@ async def _open_deployment(
     The stack stops it."""
     sends: dict[str, list[SendRequest]] = {network.model: [] for network in networks}
     for network in networks:
+        if network.model == "a" and shape.kill_every_s:
+            await _open_dying_workers(shape, network, stack)
+            continue
         for number in range(shape.workers):
             role = ("decode", "prefill")[number % 2] if shape.roles else "both"
             worker = SimulatedWorker(network, f"{network.model}-{number}", role)
@@ -192,30 +231,35 @@ class _Client:
     """Sends the requests of one model."""
 
     def __init__(self, model: str, clock: VirtualClock, sends: Sequence[SendRequest]) -> None:
-        self._model, self._clock, self._sends = model, clock, cycle(sends)
+        self.model, self._clock, self._sends = model, clock, cycle(sends)
         self._rng = Random(model)
         self._beginnings = [self._random_ids(COMMON_TOKENS) for _ in range(FAMILIES)]
         self._replies: list[tuple[float, int, TimedReply]] = []
+        self._failed = 0
 
     def _random_ids(self, tokens: int) -> array[int]:
         return array("I", array("H", self._rng.randbytes(2 * tokens)))
 
-    async def run(self, rate: float, seconds: float) -> None:
+    async def run(self, rate: float, seconds: float, own_tokens: int) -> None:
         """Send requests at random times, and wait for their answers."""
         end = self._clock.now() + seconds
         async with BackgroundTasks() as tasks:
             while self._clock.now() < end:
                 await self._clock.sleep(self._rng.expovariate(rate))
-                prompt = self._rng.choice(self._beginnings) + self._random_ids(OWN_TOKENS)
+                prompt = self._rng.choice(self._beginnings) + self._random_ids(own_tokens)
                 tasks.start(self._send(prompt))
             await tasks.join()
 
     async def _send(self, prompt: array[int]) -> None:
-        name, reply = f"{self._model}{len(self._replies)}", TimedReply(self._clock)
+        name, reply = f"{self.model}{len(self._replies)}", TimedReply(self._clock)
         self._replies.append((self._clock.now(), len(prompt), reply))
         stops = StopConditions(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-        request = GenerateRequest(name, self._model, prompt.tobytes(), GREEDY, stops)
-        await next(self._sends)(request, Context(name), reply)
+        request = GenerateRequest(name, self.model, prompt.tobytes(), GREEDY, stops)
+        try:
+            await next(self._sends)(request, Context(name), reply)
+        except DynamoError:
+            self._failed += 1
+            return
         if list(reply.ids) != reply.expected_ids(prompt):
             raise AssertionError(f"the answer to {name} is altered")
 
@@ -225,8 +269,11 @@ class _Client:
         return ModelResult(
             cached / sum(tokens for _, tokens, _ in self._replies),
             summarize_latencies(
-                array("d", [reply.first_token_s - began for began, _, reply in self._replies])
+                array(
+                    "d", [r.first_token_s - s for s, _, r in self._replies if r.first_token_s > 0]
+                )
             ),
+            self._failed,
         )
 
 
@@ -256,7 +303,10 @@ def run_trial(shape: TrialShape, *, together: bool) -> TrialResult:
                     clients += [_Client(model, clock, sends[model]) for model in sends]
                 await clock.sleep(2.0)
                 for client in clients:
-                    running.start(client.run(shape.rate, shape.seconds))
+                    rate, tokens = shape.rate, OWN_TOKENS
+                    if client.model == "a":
+                        rate, tokens = rate * shape.flood, tokens + shape.flood_tokens
+                    running.start(client.run(rate, shape.seconds, tokens))
                 await running.join()
                 await clock.sleep(1.0)
                 results = [client.result() for client in clients]

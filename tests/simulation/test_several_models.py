@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.simulation.model_trial import TrialShape, run_trial
 
 
@@ -29,3 +30,14 @@ def test_models_have_caches_indexes_and_times_of_their_own(
     assert together.events <= 1.1 * apart.events
     assert together.event_bytes <= 1.1 * apart.event_bytes
     assert together.index_bytes <= 1.1 * apart.index_bytes
+
+
+def test_a_flood_of_one_model_whose_workers_die_costs_the_others_nothing() -> None:
+    """A model gets five times what it computes, in long prompts, and all its workers die twice."""
+    quiet = TrialShape(frontends=2)
+    flooded = replace(quiet, flood=5.0, flood_tokens=8_000, kill_every_s=3.0)
+    alone, beside = run_trial(quiet, together=False), run_trial(flooded, together=True)
+    assert beside.models["a"].ttft_ms.p99 > 10 * alone.models["a"].ttft_ms.p99
+    for model in ("b", "ab"):
+        assert beside.models[model] == alone.models[model]
+        assert beside.models[model].failed == 0
