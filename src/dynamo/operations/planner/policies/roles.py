@@ -28,7 +28,7 @@ RUNNING_SHARE = 0.9
 MIN_CLEAR_S = 30.0
 MEAN_S = 60.0
 LEND_S = 120.0
-HOLD_STARTS = 30
+HOLD_STARTS, MAX_HOLD_S = 30, 1800.0
 """Workers that can turn are held for so many times of a start: a mix of requests that comes back
 needs them sooner than they start."""
 STEADY = 0.5
@@ -108,7 +108,8 @@ def _hold(scene: Scene, counts: list[int], roles: Sequence[Mapping[str, KindStat
     """Let workers that can turn stay while both roles together wanted so many not long ago. Returns
     how many stay."""
     before = sum(counts)
-    lacks = held_size(scene, "both", HOLD_STARTS * start_s(scene.kinds)) - before
+    hold_s = min(MAX_HOLD_S, HOLD_STARTS * start_s(scene.kinds))
+    lacks = held_size(scene, "both", hold_s) - before
     for index, kinds in enumerate(roles) if _can_turn(roles) else ():
         more = max(0, min(lacks, total(kinds) - counts[index]))
         counts[index] += more
