@@ -64,3 +64,16 @@ def test_a_planner_scales_goes_on_after_its_death_and_respects_hands(
     url = str(planner(deployment)["status_url"])
     metrics = urllib.request.urlopen(f"{url}/metrics").read().decode()
     assert 'dynamo_planner_desired_workers{kind="worker"} 1' in metrics
+
+
+def test_of_two_planners_the_older_one_acts(
+    start: Callable[..., Deployment], tiny_model: Path, tmp_path: Path
+) -> None:
+    both = (*FAST, *PLANNER, "--discovery", f"file:{tmp_path / 'both'}")
+    first = start("out=mock", tiny_model, *both)
+    until(lambda: workers(first) == 2)
+    second = start("out=mock", tiny_model, *both)
+    until(lambda: "another planner acts; this one waits" in second.log.read_text())
+    assert workers(second) == 1
+    first.stop()
+    until(lambda: workers(second) == 2)
