@@ -261,3 +261,33 @@ async def test_many_writers_of_one_graph(cluster: GraphCluster) -> None:
     )
     assert cluster.graph()["metadata"]["labels"] == wanted
     assert len(writes(cluster)) - before <= 20 * 50 * (1 + 3)
+
+
+async def test_an_api_server_that_was_away_and_one_of_an_older_backup(
+    cluster: GraphCluster,
+) -> None:
+    loop = await cluster.operator()
+    item = graph(component("Frontend", "frontend"), component("decode", "decode", 1))
+    await cluster.apply(item)
+    await cluster.until(lambda: cluster.state() == "successful" and loop.is_idle)
+    backup = cluster.server.store.backup()
+    item["spec"]["components"][1]["replicas"] = 3
+    await cluster.apply(item)
+    await cluster.until(lambda: cluster.state() == "successful" and loop.is_idle)
+    await cluster.server.stop()
+    await asyncio.sleep(0.2)
+    await cluster.server.start()
+    cluster.server.cut_watches()
+    item["spec"]["components"][1]["replicas"] = 2
+    await cluster.apply(item)
+    label = {"nvidia.com/dynamo-component": "decode"}
+    await cluster.until(
+        lambda: cluster.state() == "successful" and len(cluster.items("pods", **label)) == 2
+    )
+    await cluster.server.restore(backup)
+    await cluster.until(lambda: cluster.graph()["spec"]["components"][1]["replicas"] == 1)
+    item["spec"]["components"][1]["replicas"] = 4
+    await cluster.apply(item)
+    await cluster.until(
+        lambda: cluster.state() == "successful" and len(cluster.items("pods", **label)) == 4
+    )

@@ -123,7 +123,8 @@ class ClusterView:
 
     def _follow(self, kind: str, tasks: BackgroundTasks) -> None:
         def on_changes(changes: Sequence[ObjectChange[Object]], after_outage: bool) -> None:
-            del after_outage
+            if after_outage:
+                self._forget_answers(kind)
             for change in changes:
                 self._on_change(kind, change)
 
@@ -148,6 +149,12 @@ class ClusterView:
         ):
             self._written.pop((kind, change.key), None)
             self._put(kind, change.key, change.value)
+
+    def _forget_answers(self, kind: str) -> None:
+        """Trust the list alone, since a restored server counts versions from an older one."""
+        for where in [where for where in self._written if where[0] == kind]:
+            del self._written[where]
+            self._put(kind, where[1], self._reflectors[kind].objects.get(where[1]))
 
     def _put(self, kind: str, key: str, item: Object | None) -> None:
         """Note an object, or its end, and report the graph that it belongs to."""
