@@ -124,6 +124,10 @@ class GraphCluster:
         loop.lead()
         return loop
 
+    def account(self) -> Mapping[str, str]:
+        """Return the variables of a process with the operator's account."""
+        return account_environment(self.server.url, self.token, self._folder / "account")
+
     def link_of(self, loop: OperatorLoop) -> Any:
         """Return the link of an operator."""
         return next(link for operator, link in self._operators if operator is loop)

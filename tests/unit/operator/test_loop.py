@@ -19,6 +19,7 @@ from tests.support.kubernetes_graphs import (
     graph,
 )
 
+from dynamo.cli.kubernetes.status import print_status
 from dynamo.core.tasks import run_all
 from dynamo.operations.operator.pods import PodOptions
 
@@ -291,3 +292,28 @@ async def test_an_api_server_that_was_away_and_one_of_an_older_backup(
     await cluster.until(
         lambda: cluster.state() == "successful" and len(cluster.items("pods", **label)) == 4
     )
+
+
+async def test_the_status_command_says_what_does_not_serve(
+    cluster: GraphCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.operator()
+    cluster.pods.unready.add("bad:1")
+    await cluster.apply(
+        graph(component("Frontend", "frontend"), component("d", "decode", 2, "bad:1"))
+    )
+    await cluster.until(
+        lambda: (
+            cluster.condition("Ready")[2] == "d: 0 of 2 ready"
+            and cluster.graph()["status"]["components"]["d"].get("updatedReplicas") == 2
+        )
+    )
+    for name, value in cluster.account().items():
+        monkeypatch.setenv(name, value)
+    assert await asyncio.to_thread(print_status, "default") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "default/llm: pending"
+    assert "  d: 0 of 2 ready, 2 of the present manifest" in lines
+    assert lines[-2:] == ["  Ready: pods_not_ready", "    d: 0 of 2 ready"]
+    assert await asyncio.to_thread(print_status, "lab") == 0
+    assert capsys.readouterr().out == "no graphs in lab\n"

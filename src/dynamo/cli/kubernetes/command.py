@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ACTIONS = {
     "crds": "print the CustomResourceDefinitions",
     "convert": "print graphs of v1alpha1 as v1beta1",
+    "status": "show the graphs of the cluster, and why one does not serve",
     "operator": "run the operator, until SIGTERM",
     "manifests": "print the objects that the operator makes of graphs",
     "place": "show where the pods of graphs would go, and why not elsewhere",
@@ -51,7 +52,7 @@ def parser() -> Parser:
         "--namespace",
         default="",
         metavar="NAME",
-        help="operator: graphs of this namespace alone; default: of all",
+        help="operator, status: graphs of this namespace alone; default: of all",
     )
     parser.add_argument(
         "--image",
@@ -71,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
         "crds": _print_crds,
         "convert": _convert,
+        "status": _print_status,
         "operator": _run_operator,
         "manifests": _print_objects,
         "place": _place,
@@ -152,6 +154,12 @@ def _print_objects(args: argparse.Namespace) -> int:
         result += wanted.objects
     print(write_manifests(result), end="")
     return code
+
+
+def _print_status(args: argparse.Namespace) -> int:
+    from dynamo.cli.kubernetes.status import print_status
+
+    return print_status(args.namespace)
 
 
 def _run_operator(args: argparse.Namespace) -> int:
