@@ -128,6 +128,18 @@ def test_defaults_of_a_frontend_and_of_a_worker() -> None:
         assert not box["securityContext"]["allowPrivilegeEscalation"]
 
 
+def test_a_planner_scales_its_graph_with_an_account_of_its_own() -> None:
+    result = make(graph(component("Planner", "planner"), component("w", "worker")))
+    values = {row["name"]: row.get("value") for row in main_of(result, "planner")["env"]}
+    assert values["DYNAMO_PLANNER__CONNECTOR"] == "kubernetes"
+    pod = workload(result, "planner")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "llm-planner"
+    rules = by_key(result)["Role llm-planner-role"]["rules"]
+    assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "list", "watch", "patch"}
+    binding = by_key(result)["RoleBinding llm-k8s-service-discovery-binding"]
+    assert "llm-planner" in [subject["name"] for subject in binding["subjects"]]
+
+
 def test_users_win_over_defaults_by_name() -> None:
     main = {
         "image": "worker:1",

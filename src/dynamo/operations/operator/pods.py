@@ -29,6 +29,7 @@ CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop"
 COMMANDS: Mapping[str, Sequence[str]] = {
     "frontend": ("python3", "-m", "dynamo.frontend"),
     "planner": ("python3", "-m", "dynamo.planner"),
+    "router": ("python3", "-m", "dynamo.router"),
     "prefill": ("dynamo", "run", "in=none", "--prefill-workers", "1"),
     "decode": ("dynamo", "run", "in=none", "--decode-workers", "1"),
     "worker": ("dynamo", "run", "in=none"),
@@ -180,6 +181,8 @@ class PodMaker:
         }
         if kind == "frontend":
             texts["DYNAMO_SERVER__HTTP_HOST"] = "0.0.0.0"
+        if kind == "planner":
+            texts["DYNAMO_PLANNER__CONNECTOR"] = "kubernetes"
         return [
             *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": p}}} for n, p in fields.items()),
             *({"name": name, "value": text} for name, text in texts.items()),
