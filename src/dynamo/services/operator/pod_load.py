@@ -10,6 +10,7 @@ from typing import Any
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.errors import ConfigError
+from dynamo.core.tasks import run_all
 from dynamo.operations.alerts.evaluator import parse_samples
 from dynamo.operations.operator.pods import STATUS_PORT
 
@@ -26,15 +27,18 @@ async def read_pod_load(pod: Mapping[str, Any]) -> float | None:
     address = (pod.get("status") or {}).get("podIP")
     if not address:
         return None
-    loads = []
-    for port in PORTS:
-        try:
-            client = HttpClient(f"http://{bracket_ipv6(address)}:{port}", {}, None)
-            with closing(client):
-                async with asyncio.timeout(READ_S):
-                    answer = await client.send("GET", "/metrics")
-        except (OSError, TimeoutError, ConfigError):
-            continue
-        samples = parse_samples(answer.body.decode(errors="replace"), GAUGES, {})
-        loads += [sample.value for sample in samples]
-    return sum(loads) if loads else None
+    loads = await run_all(*(_read_port(f"{bracket_ipv6(address)}:{port}") for port in PORTS))
+    known = [load for load in loads if load is not None]
+    return sum(known) if known else None
+
+
+async def _read_port(address: str) -> float | None:
+    """Return the running requests of the process at a status port, None if it tells of none."""
+    try:
+        with closing(HttpClient(f"http://{address}", {}, None)) as client:
+            async with asyncio.timeout(READ_S):
+                answer = await client.send("GET", "/metrics")
+    except (OSError, TimeoutError, ConfigError):
+        return None
+    samples = list(parse_samples(answer.body.decode(errors="replace"), GAUGES, {}))
+    return sum(sample.value for sample in samples) if samples else None
