@@ -106,9 +106,9 @@ class GraphCluster:
             await link.close()
         self.client.close()
         await self._tasks.close()
+        await self._cluster.__aexit__(*error)
         if error == (None, None, None):
             assert not self.server.access.refused, "the operator lacks a right"
-        await self._cluster.__aexit__(*error)
 
     async def operator(
         self,
