@@ -79,7 +79,7 @@ class PartialModel:
         """Return the hash that the manifest has for a piece, or `NO_DIGEST`."""
         return self.manifest.digests[number]
 
-    def write(self, number: int, content: bytes, digest: bytes = NO_DIGEST) -> bytes:
+    def write(self, number: int, content: bytes | memoryview, digest: bytes = NO_DIGEST) -> bytes:
         """Store a piece, and return its hash. Blocks. Raises `ValueError` if its size or hash is
         not that of the manifest or `digest`, and `ModelUnavailable` if it cannot be written."""
         piece = self.manifest.pieces[number]

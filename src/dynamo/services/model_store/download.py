@@ -22,7 +22,7 @@ from dynamo.models.downloads.sources import (
     changed_error,
 )
 from dynamo.models.file_cache import ProgressCallback, ignore_progress
-from dynamo.models.shelf.manifest import Manifest
+from dynamo.models.shelf.manifest import PIECE_BYTES, Manifest
 from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
 from dynamo.models.shelf.shelf import ShelfModel
 from dynamo.services.model_store.daemon_thread import run_in_daemon
@@ -75,6 +75,7 @@ class Download:
         self._error = offline_error(spec)
         self._failure: BaseException | None = None
         self._left_out: dict[str, str] = {}
+        self._buffers: list[bytearray] = []  # fresh memory costs as much as its hash
         self._peer_digests: dict[str, dict[int, bytes]] = {}
         self._peer_tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._stopped = Event()
@@ -214,8 +215,9 @@ class Download:
             self._scheduler.on_bytes(peer, self._clock.now())
 
         try:
+            buffer = self._buffers.pop() if self._buffers else bytearray(PIECE_BYTES)
             read = self._store.read_piece
-            content = await read(peer, self._key, fetched.manifest, number, on_bytes)
+            content = await read(peer, self._key, fetched.manifest, number, buffer, on_bytes)
             if number not in fetched.digests:
                 await self._clock.offload(fetched.write, number, content, digest)
         except Overloaded:
@@ -228,6 +230,7 @@ class Download:
             self._leave_out(peer, error.message)
         else:
             self._on_received(fetched, peer, number, len(content), began)
+            self._buffers.append(buffer)
 
     async def _read_from_source(self, fetched: PartialModel, number: int) -> None:
         source, began = self._source, self._clock.now()

@@ -115,13 +115,14 @@ class PeerRecords:
             return False
         if self.own.asks_source:
             return True
-        if any(record.asks_source for record in self.others.values()):
+        if any(map(self._excludes_others, self.others.values())):
             return False
         await self.announce(claims=True)
         while True:
             others = await self._read_others()
             if any(
-                record.asks_source or (record.claims and self._rank(instance, record) < own)
+                self._excludes_others(record)
+                or (record.claims and self._rank(instance, record) < own)
                 for instance, record in others.items()
             ):
                 await self.announce(claims=False)
@@ -130,6 +131,11 @@ class PeerRecords:
                 await self.announce(claims=False, asks_source=True)
                 return True
             await self._runtime.clock.sleep(CLAIM_POLL_S)
+
+    def _excludes_others(self, record: StoreRecord) -> bool:
+        """Whether a process asks the source, or has failed to do so lately."""
+        has_failed = record.state == "failed" and record.again_s > self._runtime.clock.wall()
+        return record.asks_source or has_failed
 
     async def _read_others(self) -> dict[str, StoreRecord]:
         """Return the records of others as they are now."""

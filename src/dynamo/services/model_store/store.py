@@ -98,23 +98,28 @@ class ModelStore:
         key: str,
         manifest: Manifest,
         number: int,
+        buffer: bytearray,
         on_bytes: Callable[[], None],
-    ) -> bytes:
-        """Return a piece from a peer, unchecked. `on_bytes` is called with each part that comes.
-        Raises the errors of calls."""
-        content = bytearray()
+    ) -> memoryview:
+        """Read a piece of a peer into `buffer`, of PIECE_BYTES, and return what came, unchecked.
+        `on_bytes` is called with each part. Raises the errors of calls."""
+        view, received = memoryview(buffer), 0
         window = FlowWindow(WINDOW_BYTES)
-        size = manifest.pieces[number].size_bytes
 
         def sink(part: bytes) -> bool:
-            content.extend(part)
+            nonlocal received
+            end = received + len(part)
+            if end > PIECE_BYTES:
+                return False
+            view[received:end] = part
+            received = end
             window.release(len(part))
             on_bytes()
-            return len(content) <= size
+            return True
 
         query = FileQuery("piece", key, manifest.commit, number)
         await self._call(peer, query, sink, window)
-        return bytes(content)
+        return view[:received]
 
     async def read_manifest(self, peer: str, key: str) -> Manifest:
         """Return the manifest of a peer. Raises `ModelUnavailable` for a wrong one."""
