@@ -224,3 +224,13 @@ def test_an_attempt_that_was_lost_with_a_plane_is_blamed_on_it() -> None:
     verdict = verdict_on(story, known)
     assert verdict.cause == "plane away"
     assert "while a plane was away: NATS closed the connection" in verdict.text
+
+
+def test_several_long_prompts_in_turn_explain_a_pause() -> None:
+    slow = late_attempt(0.0, {"decode_s": 8.1})
+    slow.ended_us = 8_151_000
+    known = Surroundings()
+    known.prefills["w1"] = deque((1_000.0 + at, 1_000.9 + at, 3_000) for at in range(1, 8))
+    verdict = verdict_on(late_story(slow), known)
+    assert verdict.cause == "long prompt ahead"
+    assert "21k prompt tokens" in verdict.text

@@ -297,7 +297,7 @@ class _Judging:
         if attempt is None:
             return None
         if (tokens := self._prefill_beside(stage, late_us, attempt.worker)) is not None:
-            text = f"decoding at {attempt.worker} beside {_count(tokens)} prompt tokens of another"
+            text = f"decoding at {attempt.worker} beside {_count(tokens)} prompt tokens of others"
             return Cause("long prompt ahead", late_us, text, stage.name, attempt.worker)
         if attempt.times is None or not attempt.times.preemptions:
             return None
@@ -309,19 +309,20 @@ class _Judging:
         return Cause("preemption", late_us, text, stage.name, attempt.worker)
 
     def _prefill_beside(self, stage: StageTime, late_us: int, worker: str) -> int | None:
-        """Return the tokens of a long prompt that the worker computed for most of a stage's delay;
-        None if there was none."""
+        """Return the tokens of long prompts that the worker computed for most of a stage's delay;
+        None if there were none."""
         began_s = self._story.wall_s + stage.began_us / 1e6
         ended_s = began_s + stage.us / 1e6
-        own_s = self._story.wall_s
+        own_s, overlap_s, sum_tokens = self._story.wall_s, 0.0, 0
         for since_s, until_s, tokens in self._known.prefills.get(worker, ()):
-            overlap_s = min(ended_s, until_s) - max(began_s, since_s)
+            beside_s = min(ended_s, until_s) - max(began_s, since_s)
             is_own = any(
                 abs(own_s + each.placed_us / 1e6 - since_s) < 1e-6 for each in self._attempts
             )
-            if not is_own and overlap_s * 1e6 >= late_us * PAUSE_SHARE:
-                return tokens
-        return None
+            if not is_own and beside_s > 0:
+                overlap_s += beside_s
+                sum_tokens += tokens
+        return sum_tokens if sum_tokens and overlap_s * 1e6 >= late_us * PAUSE_SHARE else None
 
     def _attempt(self, stage: StageTime) -> AttemptFacts | None:
         return None if stage.attempt is None else self._attempts[stage.attempt]
