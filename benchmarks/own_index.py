@@ -50,7 +50,7 @@ def start(args: argparse.Namespace, names: Sequence[str], workers: int = WORKERS
     }
     if args.tiers:
         settings["engine"]["num_blocks"] = 400
-        settings["cache"] = {"cpu_size": "100MiB", "remote_url": f"file:{folder / 'store'}"}
+        settings["cache"] = {"cpu_size": "4MiB", "ssd_size": "100MiB", "ssd_path": f"{folder}/kv"}
     file = folder / "models.yaml"
     file.write_text(json.dumps(settings))
     commands = [["run", "-f", str(file)]]
