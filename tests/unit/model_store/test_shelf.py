@@ -253,17 +253,3 @@ def test_the_name_of_a_revision_is_a_commit(tmp_path: Path) -> None:
     assert shelf.find("model", "..") is None
     assert shelf.find("model", "other") is None
     assert parse_spec("model@v1.0/x") == ModelSpec("model", "v1.0/x")
-
-
-def test_files_that_a_crash_of_the_machine_may_have_lost_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shelf_module, "_sync", lambda *_: None)
-    shelf = Shelf(tmp_path)
-    store(shelf, "model", b"x" * 10)
-    folder = tmp_path / "model" / "abc"
-    for content, is_sound in ((b"x" * 10, True), (b"y" * 10, False)):
-        release_all()
-        (folder / shelf_module.UNSYNCED_FILE).write_text("an earlier boot")
-        (folder / "model.safetensors").write_bytes(content)
-        assert (shelf.find("model", "main") is not None) is is_sound

@@ -104,17 +104,18 @@ class PartialModel:
         return os.pread(self._files[piece.file], piece.size_bytes, piece.start)
 
     def finish(self, progress: ProgressCallback = ignore_progress) -> Manifest:
-        """Check each file as a whole, and return the manifest with all hashes. Blocks.
+        """Check each file as a whole, flush all, and return the manifest with all hashes. Blocks.
 
         Raises `ModelUnavailable` for a file that is not what its source names. Its pieces are
         forgotten.
         """
         files = []
         first = 0
-        for file in self.manifest.files:
+        for index, file in enumerate(self.manifest.files):
             last = first + file.piece_count
             with self.storage_errors():
                 actual = hash_file(self.folder / file.path, progress)
+                os.fsync(self._files[index])
             if file.sha256 not in {"", actual}:
                 self.forget(range(first, last))
                 raise ModelUnavailable(

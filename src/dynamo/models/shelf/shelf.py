@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,10 +29,6 @@ from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable, StorageE
 
 SMALL_FILES = "small"
 """The end of the names of folders without weights."""
-UNSYNCED_FILE = ".unsynced"
-"""Names the boot of the machine in a folder that may not be on the disk yet. After another boot the
-files are checked before they are used."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PART = ".part"
 _REMOVED = ".removed"
 _holds: dict[Path, int] = {}
@@ -159,13 +154,11 @@ class Shelf:
         with StorageErrors(manifest.name, folder):
             if folder.exists():
                 self._discard(folder)
-            (partial.folder / UNSYNCED_FILE).write_text(_boot_id())
             partial.folder.rename(folder)
             for part in folder.parent.glob(f".*{_PART}"):  # of other commits, which nobody wants
                 shutil.rmtree(part, ignore_errors=True)
             self.name_commit(manifest, revision)
         model = self._hold(folder)
-        threading.Thread(target=_sync, args=(folder, manifest), daemon=True).start()
         if model is None:
             raise ModelUnavailable(f"{folder} was removed when it was complete", hint="try again")
         return model
@@ -279,30 +272,7 @@ class Shelf:
             with suppress(OSError):  # a shelf that is only read
                 os.utime(folder)
         manifest = read_manifest(folder)
-        if manifest is None:
-            return None
-        model, unsynced = ShelfModel(manifest, folder, is_whole=True), folder / UNSYNCED_FILE
-        if unsynced.exists() and unsynced.read_text() != _boot_id():
-            if self.verify(model):
-                return None
-            unsynced.unlink(missing_ok=True)
-        return model
-
-
-def _boot_id() -> str:
-    try:
-        return BOOT_ID.read_text()
-    except OSError:
-        return ""
-
-
-def _sync(folder: Path, manifest: Manifest) -> None:
-    """Flush a new model to the disk, which takes long on a slow one."""
-    with suppress(OSError):
-        for file in manifest.files:
-            with (folder / file.path).open("rb") as opened:
-                os.fsync(opened.fileno())
-        (folder / UNSYNCED_FILE).unlink()
+        return None if manifest is None else ShelfModel(manifest, folder, is_whole=True)
 
 
 def read_piece(model: ShelfModel, number: int) -> bytes:
