@@ -56,7 +56,7 @@ async def test_traces_are_whole_trees(tiny_model: Path, tmp_path: Path) -> None:
             await asyncio.to_thread(ask_with, cluster, f"00-{forbidden}-{PARENT}-00")
             headers = await asyncio.to_thread(ask_with, cluster, f"00-{garbage}-{PARENT}")
             assert "tracestate" not in headers
-            assert garbage not in headers["traceparent"]
+            assert garbage not in headers.get("traceparent", "")
 
             async def kill() -> None:
                 cluster.kill("worker")

@@ -300,7 +300,7 @@ class Application:
         own_id = ids.make_unique(client_id) if client_id else ids.generate()
         cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
         exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
-        if self.trace_ratio is not None or b"traceparent" in headers:
+        if b"traceparent" in headers or self.trace_ratio is not None:
             exchange.take_over_trace(self.trace_ratio)
         if request.path.startswith(MESSAGES_PATH):
             exchange.use_error_format(ANTHROPIC_ERRORS)

@@ -161,7 +161,8 @@ class FrontendService:
         if self._publisher is not None and (options := TraceOptions.from_environ(os.environ)):
             application.trace_ratio = options.ratio
         if listeners:
-            application.generation.stories = Stories(listeners, runtime.clock.wall)
+            application.generation.stories = stories = Stories(listeners, runtime.clock.wall)
+            stories.keeps_options = application.trace_ratio is not None
 
         def apply_settings(settings: Settings) -> None:
             application.update_settings(settings.server, settings.router.ttft_slo)

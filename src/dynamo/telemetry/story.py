@@ -92,8 +92,7 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     between two texts. `stalled_us`: the client did not read. `prompt_mark`, `salt_mark`: equal for
     equal beginnings of prompts, and for equal salts and adapters. `slo`: how the request met its
     objective (`telemetry.slo`). `parent_id`, `trace_flags`, `trace_state`: what the client said of
-    its trace; None: nothing. `options`: those of a request with a trace, as a dictionary once it
-    is sent."""
+    its trace; None: nothing. `options`: those that spans tell, as a dictionary once it is sent."""
 
     request_id: str
     client_id: str
@@ -140,8 +139,8 @@ class Story(msgspec.Struct):
     """The facts of an HTTP request, while it is served. Times with `_s` are seconds of the
     process's clock, `wall_s` is the arrival since 1970.
 
-    `headers` are the client's. `options`: those of a request for text that has a trace, and whether
-    it is streamed. `attempts` are in the order in which they were made, one for each
+    `headers` are the client's. `options`: those of a request for text, and whether it is streamed,
+    where spans are exported. `attempts` are in the order in which they were made, one for each
     attempt of each choice. Token counts are sums over `prompts` and their `choices`. `limit_s` was
     waited for a place of the model. `end` is "" for a whole answer, else an error code or
     "cancelled". `ended`: set at the end, for listeners.
@@ -220,6 +219,7 @@ class Story(msgspec.Struct):
         if (trace := self.trace) is not None:
             ended.trace, ended.parent_id = trace.trace_id, trace.parent_id
             ended.trace_flags, ended.trace_state = trace.flags, trace.state
+        if self.options is not None:
             ended.options = self.options
         return ended
 

@@ -45,6 +45,11 @@ def make_span_id(name: str) -> str:
     return blake2b(name.encode(), digest_size=8).hexdigest()
 
 
+def make_trace_id(request_id: str) -> str:
+    """Return the id of the trace of a request whose client has none."""
+    return blake2b(request_id.encode(), digest_size=16).hexdigest()
+
+
 def attempt_key(context: Context, choice: int) -> str:
     """Return the name of an attempt."""
     return f"{context.request_id}/{choice}/{context.attempt}"
@@ -58,8 +63,8 @@ def is_chosen(trace_id: str, ratio: float) -> bool:
 def take_over_trace(
     headers: Mapping[bytes, bytes], request_id: str, ratio: float | None
 ) -> TraceContext | None:
-    """Return the trace of a request; None if the client has none and `ratio` is None, or what the
-    client sent is no trace. `ratio`: spans are exported, of this share of requests at least."""
+    """Return the trace of a request. Without one of its client, a share `ratio` of all requests
+    begins one here, and the others have None. `ratio` is None where no spans are exported."""
     sent = headers.get(b"traceparent", b"")
     match = _HEADER.fullmatch(sent) if sent and len(sent) <= MAX_TRACE_BYTES else None
     if match is not None:
@@ -69,9 +74,10 @@ def take_over_trace(
     if match is None:
         if ratio is None:
             return None
-        trace_id = blake2b(request_id.encode(), digest_size=16).hexdigest()
-        flags = SAMPLED * is_chosen(trace_id, ratio)
-        header = f"00-{trace_id}-{make_span_id(request_id)}-{flags:02x}"
+        trace_id = make_trace_id(request_id)
+        if not is_chosen(trace_id, ratio):
+            return None  # the observer makes the same id if it exports the request all the same
+        header = f"00-{trace_id}-{make_span_id(request_id)}-01"
         return TraceContext(trace_id, "", None, "", header)
     state = headers.get(b"tracestate", b"")
     if len(state) > MAX_STATE_BYTES or not _STATE.fullmatch(state):

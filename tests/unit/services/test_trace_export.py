@@ -19,6 +19,7 @@ from dynamo.services.observing.trace_export import CLIENT_SAMPLED_PER_S, TraceEx
 from dynamo.telemetry.metrics import Registry
 from dynamo.telemetry.slo import FAILED, GOOD, LATE_FIRST
 from dynamo.telemetry.story import EndedStory
+from dynamo.telemetry.trace_context import make_trace_id
 
 UNLUCKY, LUCKY = "f" * 32, "0" * 31 + "1"
 """Traces that belong to no share of requests, and to every share."""
@@ -66,7 +67,6 @@ CASES = {
     "a client's mistake": ({"slo": 0, "end": "invalid_request"}, False),
     "asked for": ({"trace_flags": 1}, True),
     "forbidden": ({"trace_flags": 0, "slo": FAILED, "trace": LUCKY}, False),
-    "no trace": ({"trace": ""}, False),
 }
 
 
@@ -97,13 +97,24 @@ async def test_samplers_of_the_usual_names_are_obeyed() -> None:
             names = list(CASES)
             return {names[int(each.removeprefix("r-"))] for each in received(fake)}
 
-    every = set(CASES) - {"no trace"}
+    every = set(CASES)
     assert await sent(OTEL_TRACES_SAMPLER="always_on") == every
     assert await sent(OTEL_TRACES_SAMPLER="parentbased_always_on") == every - {"forbidden"}
     assert await sent(OTEL_TRACES_SAMPLER="parentbased_always_off") == {"asked for"}
     assert await sent(
         OTEL_TRACES_SAMPLER="parentbased_traceidratio", OTEL_TRACES_SAMPLER_ARG="0"
     ) == {"failed", "late", "moved", "asked for"}
+
+
+async def test_a_request_without_a_trace_gets_one() -> None:
+    async with served() as fake:
+        fake.answers["/v1/traces"] = (200, "", b"")
+        exporter = open_exporter(fake.url)
+        entry = KeptStory(story(1, trace="", slo=FAILED), "frontend-1")
+        exporter.add(entry)
+        await flush(exporter)
+        assert received(fake) == ["r-1"]
+        assert entry.story.trace == make_trace_id("r-1")
 
 
 async def test_clients_cannot_ask_for_more_than_a_rate() -> None:

@@ -37,7 +37,8 @@ HEADER = f"00-{TRACE}-{SPAN}-01"
 def test_garbage_is_no_trace(header: str) -> None:
     headers = {b"traceparent": header.encode("latin-1"), b"tracestate": b"a=1"}
     assert take_over_trace(headers, "r", None) is None
-    begun = take_over_trace(headers, "r", 0.0)
+    assert take_over_trace(headers, "r", 0.0) is None
+    begun = take_over_trace(headers, "r", 1.0)
     assert begun is not None
     assert (begun.parent_id, begun.flags, begun.state) == ("", None, "")
 
@@ -74,7 +75,8 @@ def test_a_later_version_is_read_like_this_one_and_a_giant_state_is_left_out() -
 
 def test_a_share_of_requests_begins_a_sampled_trace() -> None:
     traces = [take_over_trace({}, f"r-{number}", 0.1) for number in range(2_000)]
-    sampled = [trace for trace in traces if trace is not None and trace.header.endswith("-01")]
+    sampled = [trace for trace in traces if trace is not None]
+    assert all(trace.header.endswith("-01") for trace in sampled)
     assert 140 < len(sampled) < 260
     assert all(is_chosen(trace.trace_id, 0.1) for trace in sampled)
     assert take_over_trace({}, "r", None) is None

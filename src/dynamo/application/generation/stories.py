@@ -17,7 +17,10 @@ NO_OPTIONS = TextOptions()
 
 
 class Stories:
-    """Tells `listeners` the story of each request. `wall` returns the time since 1970."""
+    """Tells `listeners` the story of each request. `wall` returns the time since 1970.
+    `keeps_options`: spans are exported, which tell the options of requests."""
+
+    keeps_options = False
 
     def __init__(self, listeners: Sequence[StoryListener], wall: Callable[[], float]) -> None:
         self._listeners = listeners
@@ -47,7 +50,7 @@ class Stories:
             prompts,
             exchange.trace,
         )
-        if exchange.trace is not None and options is not NO_OPTIONS:
+        if self.keeps_options and options is not NO_OPTIONS:
             story.options = options, exchange.streaming
         if exchange.load_s:
             story.limit_s, story.waited_for = exchange.load_s, "model"

@@ -159,7 +159,8 @@ class StoryPublisher:
             if not matters and good > MAX_STORIES:
                 continue
             if story.options is not None:
-                story.options = _describe_options(*story.options)
+                wanted = matters or story.trace
+                story.options = _describe_options(*story.options) if wanted else None
             tables += bool(story.attempts)
             for attempt in story.attempts:
                 if tables <= MAX_TABLES:

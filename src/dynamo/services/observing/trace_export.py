@@ -23,7 +23,7 @@ from dynamo.operations.observer.spans import make_spans
 from dynamo.operations.observer.stories import KeptStory, is_moved
 from dynamo.telemetry.metrics import Registry
 from dynamo.telemetry.slo import FAILED
-from dynamo.telemetry.trace_context import SAMPLED, exports_traces, is_chosen
+from dynamo.telemetry.trace_context import SAMPLED, exports_traces, is_chosen, make_trace_id
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +164,9 @@ class TraceExporter:
 
     def add(self, entry: KeptStory) -> None:
         """Export a request that has ended if it is chosen."""
+        story = entry.story
+        if not story.trace:
+            story.trace = make_trace_id(story.request_id)
         if not self._is_wanted(entry):
             return
         if len(self._pending) >= MAX_PENDING:
@@ -173,8 +176,6 @@ class TraceExporter:
 
     def _is_wanted(self, entry: KeptStory) -> bool:
         story, options = entry.story, self._options
-        if not story.trace:
-            return False
         flags = story.trace_flags if options.parent else None
         if flags is not None:
             return bool(flags & SAMPLED) and self._is_within_rate()
