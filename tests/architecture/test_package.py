@@ -55,9 +55,12 @@ def test_the_package_names_its_authors_and_its_kind(wheel: Mapping[str, bytes]) 
 def test_the_wheel_has_the_pages_and_names_no_file_that_it_lacks(
     wheel: Mapping[str, bytes],
 ) -> None:
-    assert {"dynamo/application/front_page.html", "dynamo/application/routing_page.html"} <= {
-        *wheel
-    }
+    console = "dynamo/application/console/static"
+    assert {
+        "dynamo/application/front_page.html",
+        "dynamo/application/routing_page.html",
+        *(f"{console}/{name}" for name in ("console.html", "console.css", "main.js")),
+    } <= {*wheel}
     texts = [
         (name, text)
         for name in wheel

@@ -33,8 +33,8 @@ class Cluster:
 
     With `prefill` and `decode` it has workers of these roles, and `workers` that do both.
     `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). `s3` adds an object store. `output` is a descriptor for the log
-    instead of a file. If it is a terminal, the deployment has it as its controlling terminal. On
-    exit, no process may have logged a traceback. `prefix` stands before the command, for example a
+    instead of a file. If it is a terminal, the deployment has it as its controlling terminal.
+    `name` is the model's. On exit, no process may have logged a traceback. `prefix` stands before the command, for example a
     shell that changes limits and then runs it.
     """
 
@@ -54,6 +54,7 @@ class Cluster:
         prefix: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         s3: bool = False,
+        name: str = "tiny",
     ) -> None:
         self.folder = folder
         self.s3 = S3Process() if s3 else None
@@ -73,7 +74,7 @@ class Cluster:
             *(sys.executable, "-P", "-m", "dynamo", "run", "out=mock", str(model)),
             *("--workers", str(workers), "--http-workers", str(frontends)),
             *("--prefill-workers", str(prefill), "--decode-workers", str(decode)),
-            *("--http-port", str(self.port), "--model-name", "tiny", "--timing", timing, *flags),
+            *("--http-port", str(self.port), "--model-name", name, "--timing", timing, *flags),
         ]
 
     def __enter__(self) -> Self:

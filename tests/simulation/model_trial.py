@@ -135,7 +135,7 @@ class _Router(RouterService):
         await super()._open_model(card)
 
 
-async def _no_pages(*_: object) -> None:
+async def _no_pages(*_: object, **__: object) -> None:
     """Open no HTTP port, since there are no sockets in virtual time."""
 
 

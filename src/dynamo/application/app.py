@@ -14,7 +14,7 @@ from dynamo.application.access import ApiKeys, CallerLimits, Cors, make_header_c
 from dynamo.application.adapters import AdaptersHandler, OrderSender
 from dynamo.application.embeddings import EmbeddingHandler
 from dynamo.application.exchange import Exchange, RequestIds, sanitise_request_id
-from dynamo.application.front_page import ROUTER_VIEW, FrontPage
+from dynamo.application.front_page import FrontPage, LocateConsole
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.gateway import Gateway, UnloadedModel
 from dynamo.application.generation.deadlines import TIMEOUT_HEADER
@@ -38,7 +38,7 @@ from dynamo.telemetry.metrics import Registry
 
 class RouterApplication:
     """The HTTP application of a router's or observer's process on `host`: its `routes`, /health and
-    /metrics.
+    /metrics. Browsers that ask for / get to `page_path`. `open_pages` need no key.
 
     `reasons` returns why the process is unhealthy, by name; `facts` returns more fields of /health.
     """
@@ -53,6 +53,8 @@ class RouterApplication:
         *,
         reasons: Callable[[], Mapping[str, str]],
         facts: Callable[[], Mapping[str, Any]],
+        page_path: str = "",
+        open_pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
     ) -> None:
         self._request_ids = RequestIds()
         keys = ApiKeys(server.api_keys)
@@ -65,7 +67,8 @@ class RouterApplication:
             facts=facts,
             ready=lambda: "; ".join(reasons().values()),
         )
-        self._routes = FrontPage({**pages, **status.routes()}, page_path=ROUTER_VIEW).table
+        table = {**open_pages, **pages, **status.routes()}
+        self._routes = FrontPage(table, page_path=page_path).table
 
     async def handle(self, request: Request, response: Response) -> None:
         """Answer one request."""
@@ -105,6 +108,7 @@ class Application:
     (workers, planes), and `ready` why requests should not come. `metrics_source` knows the metrics
     of the other processes; None leaves out what it answers. `pages`: further routes that need a
     key, as those of the observer.
+    `locate_console` returns the URL of the observer, whose console browsers get to from /.
     `share_cache` is `engine.share_cache`. Without a `response_store`, responses are kept in memory.
     `trace_ratio`: the share of requests whose traces are exported; None: there is no collector.
     """
@@ -123,6 +127,7 @@ class Application:
         ready: Callable[[], str] = str,
         metrics_source: MetricsSource | None = None,
         pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
+        locate_console: LocateConsole | None = None,
         share_cache: bool = False,
         response_store: ResponseStore | None = None,
         adapter_orders: OrderSender | None = None,
@@ -152,7 +157,8 @@ class Application:
         further = {**AdaptersHandler(adapter_orders).routes(), **pages}
         protected = self._authenticated_routes(server, response_store, further)
         table = {**protected, **status.routes()}
-        self._routes = FrontPage(table, needs_key=self._keys.required).table
+        front_page = FrontPage(table, needs_key=self._keys.required, locate_console=locate_console)
+        self._routes = front_page.table
 
     def update_settings(self, server: ServerSettings, ttft_slo: float = 0.0) -> None:
         """Apply limits, the log_requests switch and `router.ttft_slo`, which may be reloaded."""

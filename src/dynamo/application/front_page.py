@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from dynamo.application.console.handler import CONSOLE_PATH
 from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import ROOT, not_found_error
 from dynamo.application.http_errors import Headers
 from dynamo.application.routes import Route, RouteTable
 from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE, read_page
+from dynamo.communication.addresses import url_for_browser
+from dynamo.core.errors import DynamoError
 
-ROUTER_VIEW = "/router/view"
+LocateConsole = Callable[[], Awaitable[str]]
 ICON = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
     b'<rect width="16" height="16" rx="4" fill="#2a6fdb"/>'
@@ -29,8 +32,8 @@ class FrontPage:
 
     `table` has the routes of the argument `table`, too. The page itself holds their paths and no
     data: its script asks the JSON routes, with
-    the user's key if `needs_key`. A router's process has `page_path` instead, to which browsers
-    are redirected.
+    the user's key if `needs_key`. A process with `page_path` redirects browsers there instead, and
+    one with `locate_console` to the console, unless there is no observer that they reach.
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class FrontPage:
         *,
         needs_key: bool = False,
         page_path: str = "",
+        locate_console: LocateConsole | None = None,
     ) -> None:
-        self._page_path = page_path
+        self._page_path, self._locate_console = page_path, locate_console
         self._known = [path for path in table if path[-1] != "/"]
         routes = {path: list(methods) for path, methods in table.items()}
         self._data = msgspec.json.encode({"needs_key": needs_key, "routes": routes})
@@ -56,12 +60,24 @@ class FrontPage:
         request = exchange.request
         if request.method == "POST" or "text/html" not in (request.header(b"accept") or ""):
             raise not_found_error(request.method, ROOT, self._known)
-        if self._page_path:
-            headers = (("location", self._page_path), *exchange.headers)
+        if location := self._page_path or await self._find_console(exchange):
+            headers = (("location", location), *exchange.headers)
             exchange.response.send(303, headers, b"")
             return
         body = read_page("front_page.html").replace(DATA_PLACEHOLDER, self._data)
         exchange.send(HTML_CONTENT_TYPE, body)
+
+    async def _find_console(self, exchange: Exchange) -> str:
+        """Return the URL of the console, or "" if the client cannot reach one or asks for the page
+        itself by /?page."""
+        request = exchange.request
+        if self._locate_console is None or request.query == "page":
+            return ""
+        try:
+            url = url_for_browser(await self._locate_console(), request.header(b"host") or "")
+        except (DynamoError, OSError):
+            return ""
+        return f"{url}{CONSOLE_PATH}" if url else ""
 
     async def icon(self, exchange: Exchange) -> None:
         """GET /favicon.ico: the icon that browsers ask for by themselves."""

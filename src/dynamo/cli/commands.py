@@ -52,6 +52,7 @@ COMMANDS = {
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "why": Command("dynamo.cli.observer.why", "tell where the time of a request went, and why"),
     "top": Command("dynamo.cli.observer.top.command", "show what a deployment does now"),
+    "console": Command("dynamo.cli.observer.console", "open a deployment's pages in a browser"),
     "slo": Command(
         "dynamo.cli.observer.slo", "show how many requests were answered right and in time"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import secrets
 import socket
 from urllib.parse import urlsplit
@@ -24,6 +25,22 @@ class Address(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"tcp://{bracket_ipv6(self.host)}:{self.port}/{self.incarnation}"
+
+
+_HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+
+
+def url_for_browser(url: str, host_header: str) -> str:
+    """Return the URL of another server of this host for a client that called this one by
+    `host_header`. "": the client cannot reach a server that listens on loopback only."""
+    parts, called = urlsplit(url), _HOST_HEADER.fullmatch(host_header.lower())
+    host = parts.hostname or ""
+    if called is None:
+        return ""
+    if is_loopback(host):
+        return url if is_loopback(called[1].strip("[]")) else ""
+    is_any = host in ("0.0.0.0", "::")
+    return f"{parts.scheme}://{called[1]}:{parts.port}" if is_any else url
 
 
 def new_incarnation() -> str:

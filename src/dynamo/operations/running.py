@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,6 +65,17 @@ def read_processes(
         return ()
     with ThreadPoolExecutor(min(MAX_THREADS, len(records))) as threads:
         return list(threads.map(read, records))
+
+
+def read_alerts(records: Sequence[ProcessRecord]) -> Sequence[Mapping[str, Any]]:
+    """Return the active alerts, which a deployment's supervisor tells. Blocks."""
+    for record in records:
+        if record.role == "supervisor" and record.status_url:
+            with suppress(OSError, HTTPException, msgspec.DecodeError):
+                body = msgspec.json.decode(fetch(record.status_url, "/health"))
+                alerts: Sequence[Mapping[str, Any]] = body.get("alerts", ())
+                return alerts
+    return ()
 
 
 def fetch(url: str, path: str) -> bytes:

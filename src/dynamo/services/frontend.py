@@ -144,6 +144,7 @@ class FrontendService:
             facts=self._health_facts,
             ready=self._unready_reason,
             metrics_source=SharedPortMetrics(runtime),
+            locate_console=lambda: find_observer_url(runtime),
             pages=RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
             share_cache=runtime.settings.engine.share_cache,
             response_store=_response_store(runtime),

@@ -66,7 +66,7 @@ class RouterService:
         host, port = runtime.settings.router.host, runtime.settings.router.port
         port = port and port + replica_index(runtime.name)
         routes = RoutingRedirect(lambda: find_observer_url(runtime)).routes()
-        await serve_pages(runtime, host, port, routes, self._health_facts)
+        await serve_pages(runtime, host, port, routes, self._health_facts, page_path="/router/view")
         log.info("router listens", extra={"fields": {"url": runtime.public_address}})
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)

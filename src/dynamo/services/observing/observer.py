@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
@@ -20,6 +21,7 @@ from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.services.model_pipeline import WORKER_COMPONENT
+from dynamo.services.observing.console import DeploymentConsole
 from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
 from dynamo.services.observing.pages import serve_pages
 from dynamo.services.observing.slo_counter import promised_ttft_s, slo_file
@@ -52,8 +54,21 @@ class ObserverService:
         if (options := TraceOptions.from_environ(os.environ)) is not None:
             self._export_traces(options)
         settings, observer = runtime.settings.observer, self._observer
-        routes = {**ObserverHandler(observer).routes(), **RoutingHandler(observer).routes()}
-        await serve_pages(runtime, settings.host, settings.port, routes, self._health_facts)
+        console = ConsoleHandler(DeploymentConsole(runtime, observer))
+        routes = {
+            **ObserverHandler(observer).routes(),
+            **RoutingHandler(observer).routes(),
+            **console.routes(),
+        }
+        await serve_pages(
+            runtime,
+            settings.host,
+            settings.port,
+            routes,
+            self._health_facts,
+            page_path=CONSOLE_PATH,
+            open_pages=console.pages(),
+        )
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.tasks.start(self._sample_every_second(), "worker samples")
         runtime.tasks.start(self._write_books(), "slo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from dynamo.application.app import RouterApplication
@@ -18,9 +19,13 @@ async def serve_pages(
     port: int,
     routes: Mapping[str, Mapping[str, Route]],
     facts: Callable[[], Mapping[str, Any]],
+    *,
+    page_path: str,
+    open_pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
 ) -> None:
     """Answer requests without bodies until the runtime shuts down. Its `public_address` becomes the
-    URL. `facts` are shown in `/health`. Raises `PortInUse`, `ConfigError`."""
+    URL. `facts` are shown in `/health`. Browsers get from / to `page_path`; `open_pages` need no
+    key. Raises `PortInUse`, `ConfigError`."""
     server = runtime.settings.server
     application = RouterApplication(
         server,
@@ -30,6 +35,8 @@ async def serve_pages(
         runtime.metrics,
         reasons=lambda: runtime.health.reasons,
         facts=facts,
+        page_path=page_path,
+        open_pages=open_pages,
     )
     http = HttpServer(
         application.handle,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +78,8 @@ class TopReader:
         except DynamoError as error:
             self.last = msgspec.structs.replace(self.last, reason=escape_unprintable(str(error)))
             return self.last
+        from dynamo.operations.running import read_alerts
+
         records = {} if self.deployment is None else _records(self.deployment)
         workers = [self._row(name, each, records) for name, each in activity["workers"].items()]
         workers += [
@@ -94,7 +95,7 @@ class TopReader:
             workers=workers,
             pace=activity["pace"],
             slow=activity["slow"],
-            alerts=_read_alerts(list(records.values())),
+            alerts=_escape(read_alerts(list(records.values()))),
         )
         return self.last
 
@@ -176,18 +177,6 @@ def _resident_bytes(pid: int) -> int:
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     return 0
-
-
-def _read_alerts(records: Sequence[ProcessRecord]) -> Sequence[Mapping[str, Any]]:
-    from dynamo.operations.running import fetch
-
-    for record in records:
-        if record.role == "supervisor" and record.status_url:
-            with suppress(OSError, HTTPException, msgspec.DecodeError):
-                body = msgspec.json.decode(fetch(record.status_url, "/health"))
-                alerts: Sequence[Mapping[str, Any]] = _escape(body.get("alerts", ()))
-                return alerts
-    return ()
 
 
 def _escape(value: Any) -> Any:

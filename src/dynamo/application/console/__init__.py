@@ -1,0 +1,1 @@
+"""The console: pages of an observer that show its deployment in a browser."""

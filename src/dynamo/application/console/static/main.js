@@ -1,0 +1,69 @@
+// The frame of the console: pages by the part of the URL after #, and the deployment every second.
+import {Unauthorized, get, setKey} from "./api.js";
+import {el, show} from "./dom.js";
+import * as overview from "./overview.js";
+import * as requests from "./requests.js";
+import * as request from "./request.js";
+
+const PAGES = {overview, requests, request};
+const UPDATE_MS = 1000;
+const at = id => document.getElementById(id);
+let page = {}, name = "", state = null, opened = 0;
+
+function route() {
+  const [wanted, ...rest] = location.hash.slice(1).split("/");
+  if (wanted === "main" && opened) return at("main").focus();
+  name = wanted in PAGES ? wanted : "overview";
+  let argument = rest.join("/");
+  try {
+    argument = decodeURIComponent(argument);
+  } catch { /* as it is */ }
+  if (page.close) page.close();
+  const module = PAGES[name], title = el("h1", {tabindex: -1}, module.title);
+  const body = el("div"), turn = ++opened;
+  at("main").replaceChildren(title, body);
+  document.title = `${module.title} - Dynamo`;
+  show(at("pages"), ...Object.entries(PAGES).filter(([, {hidden}]) => !hidden).map(
+    ([key, {title: text}]) => el("a", {href: `#${key}`,
+      "aria-current": key === (module.parent || name) ? "page" : undefined}, text)),
+  el("a", {href: "router/view"}, "Router"));
+  const fail = error => {
+    if (error instanceof Unauthorized) ask(error);
+    else if (turn === opened) show(at("health"), el("span", {class: "bad"}, error.message));
+  };
+  page = module.open(body, argument, fail) || {};
+  if (state && page.update) page.update(state);
+  if (turn > 1) title.focus();
+  return undefined;
+}
+function ask(error) {
+  if (at("ask").open) return;
+  at("refusal").textContent = at("key").value ? error.message : "";
+  at("ask").showModal();
+}
+async function update() {
+  try {
+    state = await get("deployment");
+    const {alerts, processes, deployment} = state;
+    const away = processes.filter(each => each.state !== "ready" && each.state !== "starting");
+    at("deployment").textContent = deployment;
+    show(at("health"), alerts.length || away.length
+      ? el("span", {class: "bad"}, `${alerts.length} alerts, ${away.length} processes not ready`)
+      : el("span", {class: "good"}, "all processes ready, no alerts"));
+    if (page.update) page.update(state);
+  } catch (error) {
+    if (error instanceof Unauthorized) ask(error);
+    else show(at("health"), el("span", {class: "bad"}, `not current: ${error.message}`));
+  }
+}
+async function follow() {
+  if (!document.hidden && !at("ask").open) await update();
+  setTimeout(follow, UPDATE_MS);
+}
+at("key-form").addEventListener("submit", () => {
+  setKey(at("key").value.trim());
+  update().then(route);
+});
+addEventListener("hashchange", route);
+route();
+follow();

@@ -1,0 +1,108 @@
+// What the deployment does now: pace, promise, alerts, workers, causes.
+import {get} from "./api.js";
+import {bar, clock, curve, el, link, seconds, share, short, show, table} from "./dom.js";
+
+export const title = "Overview";
+const SLOW_UPDATE_MS = 10000;
+
+const sum = values => values.reduce((total, value) => total + value, 0);
+const last = values => values.findLast(value => value !== null);
+export const shortName = instance => instance.replace(/-[0-9a-f]{10}$/, "");
+
+// The workers with what their process and their last load report tell.
+export function workersOf({processes, activity}) {
+  const workers = new Map(Object.entries(activity.workers).map(([instance, load]) =>
+    [instance, {instance, name: shortName(instance), state: "", restarts: 0, reason: "", ...load}]));
+  for (const process of processes.filter(({role}) => role === "worker"))
+    workers.set(process.instance, {...workers.get(process.instance), ...process});
+  return [...workers.values()].sort((one, other) => one.name.localeCompare(other.name, undefined,
+    {numeric: true}));
+}
+export const isAway = ({state}) => !["", "ready", "starting"].includes(state);
+export const ratio = (blocks, worker) => (worker.total_blocks ? blocks / worker.total_blocks : 0);
+
+const tile = (name, value, graph) =>
+  el("div", {class: "tile"}, el("span", {class: "dim"}, name), el("b", {}, value), graph);
+
+function tiles({activity}) {
+  const {pace} = activity, workers = Object.values(activity.workers);
+  const rate = values => short(sum(values.slice(-10)) / 10);
+  const waiting = activity.waiting + sum(workers.map(each => each.waiting));
+  return [
+    tile("requests a second", rate(pace.requests), curve("requests a second", pace.requests)),
+    tile("tokens a second", rate(pace.tokens), curve("tokens a second", pace.tokens)),
+    tile("first token, median", seconds(last(pace.ttft)), curve("median in s", pace.ttft)),
+    tile("first token, p95", seconds(last(pace.ttft_p95)), curve("p95 in s", pace.ttft_p95)),
+    tile("longest gap", seconds(last(pace.gap)), curve("longest gap in s", pace.gap)),
+    tile("failed in a minute", `${sum(pace.failed)}`, curve("failed", pace.failed)),
+    tile("running", `${sum(workers.map(each => each.running))}`),
+    tile("waiting", `${waiting}`),
+  ];
+}
+const alertLine = ({name, about, message}) =>
+  el("div", {class: "alert"}, el("b", {}, `${name} ${about || ""}`.trim()), `: ${message || ""}`);
+
+function workerTable(state) {
+  const columns = [["worker", "name"], ["state"], ["requests", "number"], ["KV in use"],
+    ["cached", "wide"], ["model", "wide"]];
+  return table("Workers", columns, workersOf(state).map(worker => {
+    const used = ratio(worker.active_blocks || 0, worker), known = "running" in worker;
+    return [link(worker.name, "worker", worker.instance),
+      el("span", {class: isAway(worker) ? "bad" : ""}, worker.state || "-"),
+      known ? `${worker.running} + ${worker.waiting}` : "-",
+      known ? bar(`${share(used)} of the KV blocks`, 0, used) : "-",
+      known ? share(ratio(worker.cached_blocks, worker)) : "-", worker.model || ""];
+  }), "no worker serves");
+}
+export function slowTable(rows) {
+  const columns = [["at"], ["took", "number"], ["request", "name"], ["end"], ["why", "text"]];
+  return table("Slow requests", columns, rows.map(row => [clock(row.at), seconds(row.seconds),
+    link(row.client_id.slice(0, 24), "request", row.request_id),
+    el("span", {class: row.end ? "bad" : ""}, row.end || "ok"), row.verdict]),
+  "no request ended in the last 5 minutes");
+}
+function sloTable(slo) {
+  const columns = [["window"], ["requests", "number"], ["good", "number"], ["failed", "number"],
+    ["late", "number"], ["budget left", "number"]];
+  const percent = value => (value === null ? "-" : `${(value * 100).toFixed(2)}%`);
+  return [el("p", {class: "dim"}, `Promised: ${percent(slo.target)} of requests end well, with a ` +
+    `first token within ${seconds(slo.ttft_slo)} and no gap over ${seconds(slo.gap_slo)}.`),
+  table("Promise", columns, slo.windows.map(each => [each.window, `${each.requests}`,
+    percent(each.good_ratio), `${each.failed}`, `${each.late}`,
+    el("span", {class: each.budget_left < 0 ? "bad" : ""}, percent(each.budget_left))]))];
+}
+const causeTable = causes => table("Causes", [["requests", "number"], ["cost", "number"], ["cause"],
+  ["workers", "wide"], ["worst", "name"]], causes.map(group => [`${group.requests}`,
+  group.seconds ? `${group.seconds.toFixed(1)} s` : "-", group.cause,
+  Object.keys(group.workers).map(shortName).slice(0, 4).join(", "),
+  link(group.worst.client_id.slice(0, 24), "request", group.worst.request_id)]),
+"nothing took longer than usual");
+
+export function open(body, _, fail) {
+  const parts = Object.fromEntries(["pace", "alerts", "slow", "slo", "causes", "workers"].map(
+    name => [name, el("div")]));
+  parts.pace.className = "tiles";
+  body.append(parts.pace, parts.alerts, el("h2", {}, "Workers"), parts.workers,
+    el("h2", {}, "Promise"), parts.slo, el("h2", {}, "Why requests were late in the last hour"),
+    parts.causes, el("h2", {}, "Slow and failed requests of the last 5 minutes"), parts.slow);
+  const update = async () => {
+    if (document.hidden) return;
+    try {
+      show(parts.slo, ...sloTable(await get("slo")));
+      show(parts.causes, causeTable((await get("causes")).causes));
+    } catch (error) {
+      fail(error);
+    }
+  };
+  update();
+  const timer = setInterval(update, SLOW_UPDATE_MS);
+  return {
+    close: () => clearInterval(timer),
+    update: state => {
+      show(parts.pace, ...tiles(state));
+      show(parts.alerts, ...state.alerts.map(alertLine));
+      show(parts.workers, workerTable(state));
+      show(parts.slow, slowTable(state.activity.slow));
+    },
+  };
+}

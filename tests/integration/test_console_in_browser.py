@@ -1,0 +1,78 @@
+"""The console in a real browser, beside a deployment with names that would be markup."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults.cluster import Cluster
+from tests.support.chromium import CHROMIUM, Chromium
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+HOSTILE = "<img src=x onerror=alert(1)>"
+IS_NARROW = "document.documentElement.scrollWidth <= innerWidth"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Chromium]:
+    with Chromium(tmp_path) as browser:
+        yield browser
+
+
+def chat(cluster: Cluster, name: str) -> None:
+    body = {"model": HOSTILE, "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
+    headers = {"content-type": "application/json", "x-request-id": name}
+    url = f"http://127.0.0.1:{cluster.port}/v1/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
+
+
+def look(cluster: Cluster, browser: Chromium) -> None:
+    browser.resize(1180)
+    browser.open(f"http://127.0.0.1:{cluster.port}/")  # leads to the console
+    browser.wait_for("document.querySelectorAll('[aria-label=Workers] tbody tr').length === 2")
+    (observer,) = cluster.ready("observer")
+    assert browser.run("location.href").startswith(f"{observer.address}/console")
+    browser.wait_for("document.querySelector('[aria-label=Promise]')")
+    assert HOSTILE in browser.run("document.body.innerText")
+
+    browser.wait_for("document.querySelector('[aria-label=\"Slow requests\"] a')")
+    browser.run("document.querySelector('nav a[href=\"#requests\"]').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('[aria-label=Requests] a')")
+    assert browser.run("document.activeElement.tagName") == "H1"
+    browser.run("document.querySelector('[aria-label=Requests] a').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('[aria-label=Stages]')")
+    shown = browser.run("document.body.innerText")
+    assert "the-slow-one" in shown
+    assert HOSTILE in shown
+    stages = browser.run(
+        "[...document.querySelectorAll('[aria-label=Stages] tbody tr')]"
+        ".map(row => row.firstChild.innerText)"
+    )
+    assert {"tokenise", "prefill", "decode"} <= {*stages}
+    for page in ("overview", "requests", "request/the-slow-one"):
+        for width, dark in ((390, False), (390, True), (1180, False)):
+            browser.resize(width, dark=dark)
+            browser.run(f"location.hash = '{page}'")
+            browser.wait_for("document.querySelector('main table')")
+            assert browser.run(IS_NARROW), (page, width)
+    assert browser.run("document.querySelectorAll('main img').length") == 0
+    assert browser.problems == []
+    own = (observer.address, f"http://127.0.0.1:{cluster.port}/")
+    assert [url for url in browser.requested if not url.startswith(own)] == []
+
+
+async def test_a_person_finds_a_slow_request(
+    tiny_model: Path, tmp_path: Path, browser: Chromium
+) -> None:
+    flags = ("--observer",)
+    with Cluster(tiny_model, tmp_path, workers=2, flags=flags, name=HOSTILE) as cluster:
+        await asyncio.to_thread(chat, cluster, "the-slow-one")
+        await asyncio.to_thread(look, cluster, browser)

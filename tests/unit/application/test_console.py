@@ -1,0 +1,172 @@
+"""The console: its files, what guards them, and where browsers are led to."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.application.app import RouterApplication
+from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, console_files
+from dynamo.application.front_page import FrontPage, LocateConsole
+from dynamo.communication.addresses import url_for_browser
+from dynamo.communication.http import Request
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import Forbidden, NotFound
+from dynamo.core.settings.schema import ServerSettings
+from dynamo.telemetry.metrics import Registry
+
+FRONTEND = "http://0.0.0.0:8000"
+
+
+class Source:
+    """A deployment of one frontend."""
+
+    frontends = (FRONTEND,)
+
+    async def show_deployment(self) -> Mapping[str, Any]:
+        return {"deployment": "mine"}
+
+    async def read_logs(self, process: str) -> Sequence[str]:
+        return (f"a line of {process}",)
+
+    def list_settings(self) -> Any:
+        return ()
+
+
+class Recorder(SimpleNamespace):
+    """A response that keeps what is sent."""
+
+    started = False
+
+    def send(self, status: int, headers: Any, body: bytes) -> None:
+        self.status, self.headers, self.body = status, dict(headers), body
+
+
+async def ask(path: str, *, keys: tuple[str, ...] = (), **headers: str) -> Recorder:
+    console = ConsoleHandler(Source())
+    application = RouterApplication(
+        ServerSettings(api_keys=keys),
+        "127.0.0.1",
+        console.routes(),
+        SystemClock(),
+        Registry(),
+        reasons=dict,
+        facts=dict,
+        page_path=CONSOLE_PATH,
+        open_pages=console.pages(),
+    )
+    named = {"host": "127.0.0.1:9000"} | headers
+    request = Request(
+        "GET", path.encode(), {name.encode(): value.encode() for name, value in named.items()}
+    )
+    application.check_headers(request)
+    response = Recorder()
+    await application.handle(request, response)  # type: ignore[arg-type]
+    return response
+
+
+async def test_the_page_and_all_that_it_names_are_served() -> None:
+    page = await ask(CONSOLE_PATH)
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert policy.endswith("connect-src 'self' http://127.0.0.1:8000")
+    names = re.findall(r'"console/([\w.]+)"', page.body.decode())
+    assert names
+    for name in names:
+        file = await ask(f"{CONSOLE_PATH}/{name}")
+        assert file.status == 200
+        names += set(re.findall(r'from "\./([\w.]+)"', file.body.decode())) - {*names}
+    assert {*names, "console.html"} == {*console_files()}
+
+
+@pytest.mark.parametrize("name", ["x.js", "../handler.py", "..%2fhandler.py", "__init__.py"])
+async def test_no_other_file_is_served(name: str) -> None:
+    assert (await ask(f"{CONSOLE_PATH}/{name}")).status == 404
+
+
+@pytest.mark.parametrize("name", sorted(console_files()))
+def test_no_file_turns_text_into_markup_or_calls_another_server(name: str) -> None:
+    text = console_files()[name][1].decode()
+    unsafe = r"(inner|outer)HTML|insertAdjacent|document\.write|\beval\b|Function\(|srcdoc| style=| on\w+=\""
+    assert not re.search(unsafe, text)
+    assert set(re.findall(r"https?://[^\"` ]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.parametrize("name", [name for name in sorted(console_files()) if name[-3:] == ".js"])
+def test_each_module_can_be_parsed(name: str) -> None:
+    command = ["node", "--input-type=module", "--check"]
+    subprocess.run(command, input=console_files()[name][1], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("path", ["/deployment", "/logs/worker-1", "/settings"])
+async def test_data_need_a_key_and_the_page_does_not(path: str) -> None:
+    assert (await ask(path)).status == 200
+    assert (await ask(path, keys=("a",))).status == 401
+    assert (await ask(path, keys=("a",), authorization="Bearer a")).status == 200
+    assert (await ask(CONSOLE_PATH, keys=("a",))).status == 200
+    for headers in ({"origin": "https://evil.example"}, {"host": "evil.example:9000"}):
+        with pytest.raises(Forbidden):
+            await ask(path, **headers)
+
+
+async def test_data_are_those_of_the_source() -> None:
+    deployment = msgspec.json.decode((await ask("/deployment")).body)
+    assert deployment == {"deployment": "mine", "frontends": ["http://127.0.0.1:8000"]}
+    logs = msgspec.json.decode((await ask("/logs/worker-1")).body)
+    assert logs == {"process": "worker-1", "lines": ["a line of worker-1"]}
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "shown"),
+    [
+        ("http://127.0.0.1:9000", "localhost:8000", "http://127.0.0.1:9000"),
+        ("http://127.0.0.1:9000", "llm.example:8000", ""),
+        ("http://0.0.0.0:9000", "llm.example:8000", "http://llm.example:9000"),
+        ("http://[::]:9000", "[2001:db8::1]:8000", "http://[2001:db8::1]:9000"),
+        ("http://10.0.0.2:9000", "llm.example", "http://10.0.0.2:9000"),
+        ("http://0.0.0.0:9000", "evil.example; script-src *", ""),
+        ("http://0.0.0.0:9000", "", ""),
+    ],
+)
+def test_a_browser_gets_a_url_that_it_reaches(url: str, host: str, shown: str) -> None:
+    assert url_for_browser(url, host) == shown
+
+
+async def lead(locate: LocateConsole, host: str, query: str = "") -> Recorder:
+    headers = {b"accept": b"text/html", b"host": host.encode()}
+    request = Request("GET", b"/" + query.encode(), headers)
+    response = Recorder()
+
+    def send(content_type: str, body: bytes) -> None:
+        response.send(200, (("content-type", content_type),), body)
+
+    exchange = SimpleNamespace(request=request, response=response, headers=(), send=send)
+    await FrontPage({}, locate_console=locate).show(exchange)  # type: ignore[arg-type]
+    return response
+
+
+async def test_browsers_get_from_a_frontend_to_the_console() -> None:
+    async def local() -> str:
+        return "http://127.0.0.1:9000"
+
+    async def none() -> str:
+        raise NotFound("no observer runs")
+
+    led = await lead(local, "localhost:8000")
+    assert (led.status, led.headers["location"]) == (303, "http://127.0.0.1:9000/console")
+    for locate, host, query in (
+        (local, "llm.example:8000", ""),
+        (none, "localhost:8000", ""),
+        (local, "localhost:8000", "?page"),
+    ):
+        page = await lead(locate, host, query)
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
