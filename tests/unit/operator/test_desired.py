@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dynamo.operations.operator.desired import desired
 from dynamo.operations.operator.manifests import read_manifests
 from dynamo.operations.operator.merge import merge, own_path
 from dynamo.operations.operator.pods import PodOptions
+from dynamo.operations.operator.rules import references
 from dynamo.operations.operator.view import Desired, Observed
 from dynamo.operations.operator.workloads import GROVE, LEADER_WORKER, WORKLOADS
 
@@ -263,8 +265,113 @@ def test_wrong_graphs_change_nothing() -> None:
     assert conditions["Ready"].status == "False"
 
 
+def container(**fields: Any) -> dict[str, Any]:
+    """Return a container with what the operator reads."""
+    names = {"secretRef": {"name": "a"}}, {"configMapRef": {"name": "b"}}
+    value = {"secretKeyRef": {"name": "c", "key": "k"}}
+    return {
+        "command": ["python3", "-m", "dynamo.mocker"],
+        "args": ["--http-port", "9000"],
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "valueFrom": value}],
+        "envFrom": list(names),
+        "resources": {"limits": {"cpu": "1"}, "requests": {"cpu": "1"}},
+        "ports": [{"name": "more", "containerPort": 9000}],
+        "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+        "livenessProbe": {"httpGet": {"path": "/live", "port": 9000}},
+        "securityContext": {"runAsUser": 1000},
+        **fields,
+    }
+
+
+POD = {
+    "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "d"}}],
+    "nodeSelector": {"a": "b"},
+    "tolerations": [{"key": "a"}],
+    "affinity": {"nodeAffinity": {}},
+    "serviceAccountName": "runner",
+    "terminationGracePeriodSeconds": 30,
+    "imagePullSecrets": [{"name": "pull"}],
+}
+LABELS = {"labels": {"a": "b"}, "annotations": {"c": "d"}}
+FULL = graph(
+    component(
+        "Frontend", "frontend", container(), {**POD, "initContainers": [container(name="i")]}
+    ),
+    component("decode", "decode", container(), POD, minAvailable=1, multinode={"nodeCount": 2}),
+    env=[{"name": "C", "value": "1"}],
+    restart={"id": "1", "strategy": {"order": ["decode"]}},
+    topologyConstraint={"packDomain": "rack"},
+)
+FULL["spec"]["components"][0]["podTemplate"]["metadata"] = LABELS
+FULL_SERVICES = {
+    **graph(),
+    "spec": {
+        "envs": [{"name": "C", "value": "1"}],
+        "services": {
+            "Decode": {
+                "componentType": "worker",
+                "subComponentType": "decode",
+                **LABELS,
+                "resources": {"limits": {"gpu": 1, "custom": {"a/b": 1}, "cpu": 1}},
+                "envs": [{"name": "A", "value": "1"}],
+                "envFromSecret": "token",
+                "volumeMounts": [
+                    {"name": "v", "mountPoint": "/v"},
+                    {"name": "w", "mountPoint": "/w", "useAsCompilationCache": True},
+                ],
+                "sharedMemory": {"size": "8Gi"},
+                "scalingAdapter": {"enabled": True},
+                "extraPodMetadata": LABELS,
+                "extraPodSpec": {**POD, "mainContainer": container()},
+                "livenessProbe": {"httpGet": {"path": "/live", "port": 1}},
+            }
+        },
+    },
+}
+
+
+def with_junk(value: Any, junk: Any) -> Iterator[Any]:
+    """Yield copies of a value in which one part each is replaced."""
+    yield junk
+    if not isinstance(value, dict | list):
+        return
+    for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        for other in with_junk(part, junk):
+            changed = value.copy()
+            changed[key] = other
+            yield changed
+
+
+@pytest.mark.parametrize("item", [FULL, FULL_SERVICES], ids=["v1beta1", "v1alpha1"])
+@pytest.mark.parametrize("junk", [None, 5, "x", [], {}, [5], ["x"], {"a": 5}, [{}]], ids=repr)
+def test_values_of_any_type_at_any_place_are_told_or_taken(item: dict[str, Any], junk: Any) -> None:
+    refused = 0
+    for spec in with_junk(item["spec"], junk):
+        if not isinstance(spec, dict):
+            continue  # the API server's schema refuses it
+        result = make({**item, "spec": spec}, LEADER_WORKER)
+        refused += result.status.state == "failed"
+        assert list(references(result.check)) is not None
+    assert refused
+
+
 def test_fields_without_effect_are_said_and_valid() -> None:
     result = make(graph(component("decode", "decode", modelRef={"name": "m"})))
     condition = {row.type: row for row in result.status.conditions}["SpecValid"]
     assert (condition.status, condition.reason) == ("True", "NoEffect")
     assert condition.message.startswith("spec.components[0].modelRef: no effect:")
+
+
+def test_annotations_without_effect_are_said() -> None:
+    item = graph(component("Frontend", "frontend"))
+    item["metadata"]["annotations"] = {
+        "nvidia.com/deployment-rolling-update-max-surge": "lots",
+        "nvidia.com/dynamo-gang": "maybe",
+    }
+    condition = {row.type: row for row in make(item).status.conditions}["SpecValid"]
+    assert (condition.status, condition.reason) == ("True", "NoEffect")
+    assert condition.message == (
+        "metadata.annotations[nvidia.com/deployment-rolling-update-max-surge]: no effect: 'lots' "
+        "is no number and no share such as 25%, the default; metadata.annotations[nvidia.com/"
+        "dynamo-gang]: no effect: 'maybe' is neither true nor false"
+    )

@@ -134,6 +134,7 @@ def test_the_planner_of_an_old_manifest_is_started_by_its_new_name() -> None:
 
 C0, C1, S = "components/0", "components/1", "services/Decode"
 MAIN = f"{C1}/podTemplate/spec/containers/0"
+POD = "spec.components[1].podTemplate.spec"
 WRONG = [
     # exactly one form
     (GRAPH, "services", {}, "spec: exactly one of components (v1beta1) and services (v1alpha1)"),
@@ -158,16 +159,36 @@ WRONG = [
         "spec.components: expected `array` of length <= 25",
     ),
     # choices and patterns
-    (GRAPH, f"{C1}/type", "decoder", "spec.components[1].type: invalid enum value 'decoder'"),
-    (GRAPH, "backendFramework", "tgi", "spec.backendFramework: invalid enum value 'tgi'"),
+    (
+        GRAPH,
+        f"{C1}/type",
+        "decoder",
+        "spec.components[1].type: invalid enum value 'decoder'; did you mean 'decode'?",
+    ),
+    (
+        GRAPH,
+        "backendFramework",
+        "tgi",
+        "invalid enum value 'tgi'; known: sglang, vllm, trtllm, native, mock",
+    ),
     (GRAPH, f"{C1}/name", "de_code", "spec.components[1].name: expected `str` matching regex"),
     (GRAPH, f"{C1}/name", "x" * 64, "spec.components[1].name: expected `str` of length <= 63"),
     (
         GRAPH,
         "restart",
         {"id": "1", "strategy": {"type": "Random"}},
-        "spec.restart.strategy.type: invalid enum value 'Random'",
+        "spec.restart.strategy.type: invalid enum value 'Random'; known: Sequential, Parallel",
     ),
+    # pod templates and services
+    (GRAPH, f"{C1}/podTemplate/spec", 5, "spec.components[1].podTemplate.spec: expected `object`"),
+    (GRAPH, f"{MAIN}/env", ["A=1"], f"{POD}.containers[0].env[0]: expected `object`, got `str`"),
+    (GRAPH, f"{MAIN}/env", [{"name": "A", "value": 1}], f"{POD}.containers[0].env[0].value: exp"),
+    (GRAPH, f"{MAIN}/args", "--model x", f"{POD}.containers[0].args: expected `array`, got `str`"),
+    (GRAPH, f"{MAIN}/resources", "big", f"{POD}.containers[0].resources: expected `object`, got"),
+    (GRAPH, f"{MAIN}/livenessProbe", "x", f"{POD}.containers[0].livenessProbe: expected `object`"),
+    (GRAPH, "env", [{"nam": "A"}], "spec.env[0]: object missing required field `name`"),
+    (SERVICES, f"{S}/volumeMounts", ["w"], "spec.services.Decode.volumeMounts[0]: expected `obj"),
+    (SERVICES, f"{S}/extraPodSpec", "x", "spec.services.Decode.extraPodSpec: expected `object`"),
     # quantities
     (
         GRAPH,
@@ -221,7 +242,7 @@ WRONG = [
         GRAPH,
         f"{C1}/podTemplate/spec/containers",
         {},
-        "spec.components[1].podTemplate.spec.containers: must be a list of objects",
+        "spec.components[1].podTemplate.spec.containers: expected `array`, got `object`",
     ),
     # services
     (SERVICES, f"{S}/replicas", "2", "spec.services.Decode.replicas: expected `int`, got `str`"),
@@ -232,8 +253,13 @@ WRONG = [
         "spec.services.Decode.componentTyp: unknown field; did yo",
     ),
     (SERVICES, f"{S}/componentType", "decoder", "spec.services.Decode.componentType: invalid enum"),
-    (SERVICES, f"{S}/envs", {}, "spec.services.Decode.envs: must be a list, not {}"),
-    (SERVICES, f"{S}/envFromSecret", [], "spec.services.Decode.envFromSecret: must be a text, not"),
+    (SERVICES, f"{S}/envs", {}, "spec.services.Decode.envs: expected `array`, got `object`"),
+    (
+        SERVICES,
+        f"{S}/envFromSecret",
+        [],
+        "spec.services.Decode.envFromSecret: expected `str`, got `array`",
+    ),
     (
         SERVICES,
         f"{S}/resources/limits/gpu",
@@ -292,6 +318,13 @@ def test_fields_without_effect_are_said(
     assert not check.problems
     (only,) = map(str, check.notes)
     assert only.startswith(note)
+
+
+def test_a_claim_that_a_service_mounts_has_its_path() -> None:
+    mounts = [{"name": "w", "mountPoint": "/w"}]
+    check = check_graph(changed(SERVICES, f"{S}/volumeMounts", mounts))
+    (reference,) = references(check)
+    assert (reference.name, reference.path) == ("w", "spec.services.Decode.volumeMounts[0].name")
 
 
 def test_immutable_fields_are_told() -> None:

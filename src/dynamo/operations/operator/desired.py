@@ -16,7 +16,7 @@ from dynamo.operations.operator.gangs import is_gated, wants_gangs
 from dynamo.operations.operator.kinds import ADAPTER, ComponentSpec, GraphStatus
 from dynamo.operations.operator.names import COMPONENT_LABEL, GRAPH_LABEL
 from dynamo.operations.operator.pods import PodMaker, PodOptions, with_gate, with_restart
-from dynamo.operations.operator.rules import check_graph
+from dynamo.operations.operator.rules import annotation_notes, check_graph
 from dynamo.operations.operator.status import (
     NO_ROOM,
     Conditions,
@@ -50,6 +50,7 @@ DEFAULT_OPTIONS = PodOptions()
 def desired(graph: Object, observed: Observed, options: PodOptions = DEFAULT_OPTIONS) -> Desired:
     """Return the objects and the status of a graph."""
     check = check_graph(graph.get("spec") or {})
+    check.notes += annotation_notes(graph["metadata"].get("annotations") or {})
     before = read_status(graph)
     number = graph["metadata"].get("generation", 1)
     conditions = Conditions(before, number, observed.now)

@@ -40,7 +40,7 @@ def batch_size(target: int, annotations: Mapping[str, str]) -> int:
     """Return how many replicas of a role a step changes. Annotations have a number or percents."""
     text = annotations.get(MAX_SURGE) or annotations.get(MAX_UNAVAILABLE) or DEFAULT_BATCH
     number = text.removesuffix("%")
-    if not number.isdigit():
+    if not number.isdecimal():
         number, text = DEFAULT_BATCH.removesuffix("%"), DEFAULT_BATCH
     size = -(-target * int(number) // 100) if text.endswith("%") else int(number)
     return max(1, size)

@@ -22,6 +22,7 @@ WORKER_TYPES = ("worker", "prefill", "decode")
 ComponentType = Literal[
     "frontend", "worker", "prefill", "decode", "planner", "epp", "router", "modelstore"
 ]
+RestartType = Literal["Sequential", "Parallel"]
 Backend = Literal["sglang", "vllm", "trtllm", "native", "mock"]
 OPEN = {"x-kubernetes-preserve-unknown-fields": True}
 
@@ -121,7 +122,7 @@ COMPONENT_RULES = [
 class RestartStrategy(Struct, frozen=True, rename="camel"):
     """The order in which components restart."""
 
-    type: Literal["Sequential", "Parallel"] = "Sequential"
+    type: RestartType = "Sequential"
     order: Annotated[list[ComponentName], Meta(max_length=MAX_COMPONENTS)] = []
 
 

@@ -144,9 +144,9 @@ class PodMaker:
         )
         metadata = dict(own.get("metadata") or {})
         metadata["labels"] = {
-            **self._spec.labels, **metadata.get("labels", {}), **self._graph.labels(), **labels,
+            **self._spec.labels, **(metadata.get("labels") or {}), **self._graph.labels(), **labels,
         }  # fmt: skip
-        annotations = {**self._spec.annotations, **metadata.get("annotations", {})}
+        annotations = {**self._spec.annotations, **(metadata.get("annotations") or {})}
         if annotations:
             metadata["annotations"] = annotations
         return {**result, "metadata": metadata}
@@ -250,13 +250,13 @@ def http_port(spec: GraphSpec, component: ComponentSpec) -> int:
     """Return the port at which a frontend serves."""
     text = argument(component, "--http-port") or variable(spec, component, "DYN_HTTP_PORT")
     text = text or variable(spec, component, "DYNAMO_SERVER__HTTP_PORT")
-    return int(text) if text.isdigit() else HTTP_PORT
+    return int(text) if text.isdecimal() else HTTP_PORT
 
 
 def with_restart(template: Mapping[str, Any], restart: str) -> dict[str, Any]:
     """Return a template whose pods are those after a restart."""
     metadata = dict(template["metadata"])
-    metadata["annotations"] = {**metadata.get("annotations", {}), RESTART: restart}
+    metadata["annotations"] = {**(metadata.get("annotations") or {}), RESTART: restart}
     return {**template, "metadata": metadata}
 
 

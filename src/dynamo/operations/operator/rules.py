@@ -8,13 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from dynamo.core.errors import nearest_name_hint
-from dynamo.operations.operator.kinds import NAME, ComponentSpec, GraphSpec
-from dynamo.operations.operator.upgrade import MAIN, SERVICE_FIELDS, Problem, upgrade
+from dynamo.operations.operator.generations import DEFAULT_BATCH, MAX_SURGE, MAX_UNAVAILABLE
+from dynamo.operations.operator.kinds import (
+    NAME,
+    Backend,
+    ComponentSpec,
+    ComponentType,
+    GraphSpec,
+    RestartType,
+)
+from dynamo.operations.operator.names import GANG_GATE
+from dynamo.operations.operator.shapes import PodTemplate, Variable
+from dynamo.operations.operator.upgrade import (
+    MAIN,
+    SERVICE_FIELDS,
+    Problem,
+    shape_problem,
+    split_error,
+    upgrade,
+)
 from dynamo.operations.placement.quantity import parse_quantity
 
 NO_EFFECT_COMPONENT = {
@@ -33,7 +50,15 @@ NO_EFFECT_GRAPH = {
     "experimental": "nothing of it is known here",
 }
 NO_PODS = {"epp": "there is no endpoint picker; frontends route by themselves"}
-_MSGSPEC_PATH = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
+
+
+_WRONG_CHOICE = re.compile(r"invalid enum value '(.*)'", re.DOTALL)
+CHOICES = {
+    "type": get_args(ComponentType),
+    "backendFramework": get_args(Backend),
+    "strategy.type": get_args(RestartType),
+}
+"""Ends of paths of fields with choices."""
 
 
 class GraphCheck(msgspec.Struct):
@@ -61,10 +86,16 @@ def check_graph(spec: Mapping[str, Any]) -> GraphCheck:
         upgraded = upgrade(spec)
         spec = upgraded.spec
         check.problems, check.notes, check.paths = upgraded.problems, upgraded.notes, upgraded.paths
+        if "components" not in spec:
+            return check
     try:
         check.spec = msgspec.convert(spec, GraphSpec)
     except msgspec.ValidationError as error:
         check.problems.append(type_problem(error, check.paths))
+        return check
+    if shapes := list(_shape_problems(check, check.spec)):
+        check.problems += shapes
+        check.spec = None
         return check
     rules: Sequence[Callable[[GraphCheck, GraphSpec], Iterator[Problem]]] = (
         _unknown_fields(spec),
@@ -105,9 +136,20 @@ def manifest_path(path: str, moved: Mapping[str, str]) -> str:
 
 def type_problem(error: msgspec.ValidationError, moved: Mapping[str, str]) -> Problem:
     """Return the problem of a value whose type or bound is wrong."""
-    match = _MSGSPEC_PATH.fullmatch(str(error))
-    text, path = (match[1], match[2] or "") if match else (str(error), "")
-    return Problem(manifest_path(f"spec{path}", moved), text[:1].lower() + text[1:])
+    text, path = split_error(error)
+    if wrong := _WRONG_CHOICE.fullmatch(text):
+        end = max((end for end in CHOICES if path.endswith(f".{end}")), key=len)
+        text += f"; {nearest_name_hint(wrong[1], CHOICES[end])}"
+    return Problem(manifest_path(f"spec{path}", moved), text)
+
+
+def _shape_problems(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
+    for number, component in enumerate(spec.components):
+        path = f"spec.components[{number}].podTemplate"
+        if problem := shape_problem(component.pod_template, PodTemplate, path):
+            yield Problem(manifest_path(problem.path, check.paths), problem.text)
+    if problem := shape_problem(spec.env, list[Variable], "spec.env"):
+        yield problem
 
 
 def _unknown_fields(spec: Mapping[str, Any]) -> Callable[..., Iterator[Problem]]:
@@ -187,24 +229,37 @@ def _template_problems(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
     for number, component in enumerate(spec.components):
         pod = component.pod_template.get("spec") or {}
         path = check.field(number, "podTemplate.spec.containers")
-        containers = pod.get("containers") if isinstance(pod, dict) else None
+        containers = pod.get("containers")
         if containers is None:
-            continue
-        if not isinstance(containers, list) or not all(isinstance(x, dict) for x in containers):
-            yield Problem(path, "must be a list of objects")
             continue
         names = [str(container.get("name", "")) for container in containers]
         if MAIN not in names:
             text = (
-                f"none is named {MAIN}, which is the component's own; there are: {', '.join(names)}"
+                f"none is named {MAIN}, which is the component's own; "
+                f"there are: {', '.join(names) or 'none'}"
             )
             yield Problem(path, text)
         for index, container in enumerate(containers):
             resources = container.get("resources") or {}
             for part in ("limits", "requests"):
                 for name, value in (resources.get(part) or {}).items():
+                    if value is None:
+                        continue
                     field = f"podTemplate.spec.containers[{index}].resources.{part}[{name}]"
                     yield from _quantity(check.field(number, field), value)
+
+
+def annotation_notes(annotations: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the annotations of a graph whose values have no effect."""
+    for name in (MAX_SURGE, MAX_UNAVAILABLE):
+        text = annotations.get(name)
+        if text and not re.fullmatch("[0-9]+%?", text):
+            why = f"{text!r} is no number and no share such as {DEFAULT_BATCH}, the default"
+            yield Problem(f"metadata.annotations[{name}]", f"no effect: {why}")
+    text = annotations.get(GANG_GATE, "true")
+    if text.lower() not in ("true", "false"):
+        why = f"{text!r} is neither true nor false"
+        yield Problem(f"metadata.annotations[{GANG_GATE}]", f"no effect: {why}")
 
 
 def _notes(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:

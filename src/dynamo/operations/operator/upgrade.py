@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from dynamo.core.errors import nearest_name_hint
 from dynamo.operations.operator.kinds import WORKER_TYPES
+from dynamo.operations.operator.shapes import Service, Variable
 from dynamo.operations.placement.quantity import GPU
 
 MAIN = "main"
@@ -62,6 +64,15 @@ MOVED = {
 """Beginnings of paths of a component, and what a service has there."""
 
 
+ALPHA_FIELDS = {
+    "services": dict[str, dict[str, Any]],
+    "envs": list[Variable],
+    "pvcs": list[dict[str, Any]],
+    "env": list[dict[str, Any]],
+}
+"""Fields of the spec that an upgrade reads, and their types."""
+
+
 OLD_COMMANDS = {"planner_sla": "dynamo.planner"}
 """Modules that manifests of v1alpha1 start, and those that have replaced them."""
 
@@ -76,6 +87,26 @@ class Problem(msgspec.Struct, frozen=True, order=True):
         return f"{self.path}: {self.text}"
 
 
+_MSGSPEC_PATH = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
+
+
+def shape_problem(value: Any, kind: Any, path: str) -> Problem | None:
+    """Return the first field of `value` that has another type than `kind` has, at `path`."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text, place = split_error(error)
+        return Problem(f"{path}{place}", text)
+    return None
+
+
+def split_error(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return the text of an error, and the path of its field behind the value itself."""
+    match = _MSGSPEC_PATH.fullmatch(str(error))
+    text, place = (match[1], match[2] or "") if match else (str(error), "")
+    return text[:1].lower() + text[1:].replace(" | null", ""), place
+
+
 class Upgrade(msgspec.Struct):
     """A spec of v1beta1. `paths` has the beginnings of paths in it, each with what the manifest has
     there."""
@@ -87,22 +118,31 @@ class Upgrade(msgspec.Struct):
 
 
 def upgrade(spec: Mapping[str, Any]) -> Upgrade:
-    """Return a spec with `services` as one with `components`. A value of a wrong type is a problem
-    and left out."""
+    """Return a spec with `services` as one with `components`, and without either if a value has a
+    wrong type."""
     result = Upgrade({key: spec[key] for key in spec if key not in {"services", "envs", "pvcs"}})
+    for field, kind in ALPHA_FIELDS.items():
+        if problem := shape_problem(spec.get(field), kind | None, f"spec.{field}"):
+            result.problems.append(problem)
+    if result.problems:
+        return result
     if spec.get("envs"):
-        result.spec["env"] = [*spec["envs"], *spec.get("env", ())]
+        result.spec["env"] = [*spec["envs"], *(spec.get("env") or ())]
     result.notes += [
         Problem(f"spec.pvcs[{number}].create", "claims are not made; make this one yourself")
         for number, claim in enumerate(spec.get("pvcs") or ())
         if claim.get("create")
     ]
-    components = []
-    for number, (name, service) in enumerate((spec.get("services") or {}).items()):
-        path, place = f"spec.services.{name}", f"spec.components[{number}]"
+    components: list[dict[str, Any]] = []
+    for name, service in (spec.get("services") or {}).items():
+        path, place = f"spec.services.{name}", f"spec.components[{len(components)}]"
+        if problem := shape_problem(service, Service, path):
+            result.problems.append(problem)
+            continue
         result.paths |= {f"{place}{new}": f"{path}{old}" for new, old in MOVED.items()}
         components.append(_ServiceUpgrade(name, service, path, place, result).component())
-    result.spec["components"] = components
+    if len(components) == len(spec.get("services") or {}):
+        result.spec["components"] = components
     return result
 
 
@@ -115,6 +155,7 @@ class _ServiceUpgrade:
         self._name = name
         self._path = path
         self._main = f"{place}{MAIN_CONTAINER}"
+        self._volumes = f"{place}.podTemplate.spec.volumes"
         self._result = result
         self._service = {key: value for key, value in service.items() if value is not None}
 
@@ -131,17 +172,17 @@ class _ServiceUpgrade:
         if kind := self._type():
             component["type"] = kind
         component |= {field: service[field] for field in SAME_FIELDS & service.keys()}
-        if self._mapping("scalingAdapter").get("enabled"):
+        if self._get("scalingAdapter", {}).get("enabled"):
             component["scalingAdapter"] = {}
-        shared = self._mapping("sharedMemory")
+        shared = self._get("sharedMemory", {})
         if shared.get("disabled"):
             component["sharedMemorySize"] = "0"
-        elif "size" in shared:
+        elif shared.get("size") is not None:
             component["sharedMemorySize"] = shared["size"]
         template = self._pod_template()
-        for number, mount in enumerate(self._list("volumeMounts")):
+        for number, mount in enumerate(self._get("volumeMounts", [])):
             if mount.get("useAsCompilationCache"):
-                claim = {"pvcName": mount["name"], "mountPath": mount.get("mountPoint", "")}
+                claim = {"pvcName": mount["name"], "mountPath": mount.get("mountPoint")}
                 component["compilationCache"] = {key: text for key, text in claim.items() if text}
             elif not mount.get("mountPoint"):
                 self._problem(f"volumeMounts[{number}].mountPoint", "is missing")
@@ -150,31 +191,32 @@ class _ServiceUpgrade:
         return component
 
     def _type(self) -> str:
-        kind, part = (self._text(field) for field in ("componentType", "subComponentType"))
+        kind: str = self._get("componentType", "")
+        part: str = self._get("subComponentType", "")
         return part if kind == "worker" and part in WORKER_TYPES else kind
 
     def _pod_template(self) -> dict[str, Any]:
-        extra = dict(self._mapping("extraPodSpec"))
+        extra = dict(self._get("extraPodSpec", {}))
         main = {"name": MAIN, **(extra.pop("mainContainer", None) or {})}
         others = [box for box in extra.pop("containers", None) or () if box.get("name") != MAIN]
-        if envs := self._list("envs"):
+        if envs := self._get("envs", []):
             for row in range(len(envs)):
                 self._result.paths[f"{self._main}.env[{row}]"] = f"{self._path}.envs[{row}]"
-            main["env"] = [*envs, *main.get("env", ())]
-        if secret := self._text("envFromSecret"):
-            row = len(main.get("envFrom", ()))
+            main["env"] = [*envs, *(main.get("env") or ())]
+        if secret := self._get("envFromSecret", ""):
+            row = len(main.get("envFrom") or ())
             place = f"{self._main}.envFrom[{row}].secretRef.name"
             self._result.paths[place] = f"{self._path}.envFromSecret"
-            main["envFrom"] = [*main.get("envFrom", ()), {"secretRef": {"name": secret}}]
+            main["envFrom"] = [*(main.get("envFrom") or ()), {"secretRef": {"name": secret}}]
         if resources := self._resources():
-            main["resources"] = {**main.get("resources", {}), **resources}
+            main["resources"] = {**(main.get("resources") or {}), **resources}
         main |= {field: self._service[field] for field in POD_FIELDS & self._service.keys()}
         self._add_mounts(main, extra)
-        if "command" in main:
+        if main.get("command"):
             main["command"] = [OLD_COMMANDS.get(word, word) for word in main["command"]]
         metadata: dict[str, Any] = {}
         for field in ("annotations", "labels"):
-            own = {**self._mapping(field), **self._mapping("extraPodMetadata").get(field, {})}
+            own = {**self._get(field, {}), **(self._get("extraPodMetadata", {}).get(field) or {})}
             if own:
                 metadata[field] = own
         spec = {**extra, "containers": [main, *others]}
@@ -183,19 +225,22 @@ class _ServiceUpgrade:
 
     def _add_mounts(self, main: dict[str, Any], pod: dict[str, Any]) -> None:
         """Mount claims, which v1alpha1 names instead of volumes."""
-        for mount in self._list("volumeMounts"):
+        for number, mount in enumerate(self._get("volumeMounts", [])):
             if mount.get("useAsCompilationCache") or not mount.get("mountPoint"):
                 continue
             name = mount["name"]
             row = {"name": name, "mountPath": mount["mountPoint"]}
-            main["volumeMounts"] = [*main.get("volumeMounts", ()), row]
-            volumes = list(pod.get("volumes", ()))
+            main["volumeMounts"] = [*(main.get("volumeMounts") or ()), row]
+            volumes = list(pod.get("volumes") or ())
             if not any(volume.get("name") == name for volume in volumes):
                 claim = {"name": name, "persistentVolumeClaim": {"claimName": name}}
                 pod["volumes"] = [*volumes, claim]
+                for field in ("name", "persistentVolumeClaim.claimName"):
+                    new = f"{self._volumes}[{len(volumes)}].{field}"
+                    self._result.paths[new] = f"{self._path}.volumeMounts[{number}].name"
 
     def _resources(self) -> dict[str, Any]:
-        resources = self._mapping("resources")
+        resources = self._get("resources", {})
         result = {
             name: self._resource_item(resources[name], f"resources.{name}")
             for name in ("limits", "requests")
@@ -215,6 +260,8 @@ class _ServiceUpgrade:
         }
         result: dict[str, Any] = {}
         for name, amount in item.items():
+            if amount is None:
+                continue
             if name in known:
                 added = known[name](amount)
                 result |= added
@@ -225,21 +272,9 @@ class _ServiceUpgrade:
                 self._problem(f"{field}.{name}", f"unknown field; {hint}")
         return result
 
-    def _mapping(self, field: str) -> Mapping[str, Any]:
-        return self._typed(field, dict, "an object", {})  # type: ignore[no-any-return]
-
-    def _list(self, field: str) -> list[Mapping[str, Any]]:
-        return self._typed(field, list, "a list", [])  # type: ignore[no-any-return]
-
-    def _text(self, field: str) -> str:
-        return self._typed(field, str, "a text", "")  # type: ignore[no-any-return]
-
-    def _typed(self, field: str, kind: type, noun: str, default: Any) -> Any:
-        value = self._service.get(field, default)
-        if isinstance(value, kind):
-            return value
-        self._problem(field, f"must be {noun}, not {msgspec.json.encode(value).decode()}")
-        return default
+    def _get(self, field: str, default: Any) -> Any:
+        """Return a field's value, whose type is known to be right."""
+        return self._service.get(field, default)
 
     def _problem(self, field: str, text: str) -> None:
         problem = Problem(f"{self._path}.{field}", text)
