@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from dynamo.communication.http.client import HttpClient
+from dynamo.communication.http.scrape import scrape
 from dynamo.core.clock import Clock
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, PlaneUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.operations.alerts.evaluator import AlertEvaluator, MetricSample, parse_samples
@@ -23,8 +20,6 @@ from dynamo.runtime.processes.supervisor_metrics import ScrapedProcess
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
-
-SCRAPE_TIMEOUT_S = 2.0
 
 
 class DeploymentAlerts:
@@ -60,16 +55,11 @@ class DeploymentAlerts:
     async def _scrape(self, process: ScrapedProcess) -> Sequence[MetricSample]:
         """Return the metrics of a process. A process that does not answer is counted."""
         try:
-            with closing(HttpClient(process.status_url, {}, None)) as client:
-                async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                    answer = await client.send("GET", "/metrics")
-        except (OSError, TimeoutError, ConfigError):
+            text = await scrape(process.status_url)
+        except PlaneUnavailable:
             self._failed_scrapes += 1
             return ()
-        if answer.status != HTTPStatus.OK:
-            self._failed_scrapes += 1
-            return ()
-        return self._parse(answer.body.decode(errors="replace"), process.name, process.role)
+        return self._parse(text, process.name, process.role)
 
     def _parse(self, text: str, name: str, role: str) -> Sequence[MetricSample]:
         labels = {"process": name, "role": role, "deployment": self._deployment}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import closing
-from http import HTTPStatus
 
-from dynamo.communication.http.client import HttpClient
-from dynamo.core.errors import ConfigError
+from dynamo.communication.http.scrape import scrape
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.runtime.deployment import ProcessRecord, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
@@ -17,8 +14,6 @@ from dynamo.services.scrape_targets import ScrapeTarget, ScrapeTargets
 from dynamo.telemetry import render_merged
 
 log = logging.getLogger(__name__)
-
-SCRAPE_TIMEOUT_S = 2.0
 
 
 class SharedPortMetrics:
@@ -51,14 +46,8 @@ class SharedPortMetrics:
 
     async def _scrape(self, status_url: str) -> str:
         try:
-            with closing(HttpClient(status_url, {}, None)) as client:
-                async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                    answer = await client.send("GET", "/metrics")
-            if answer.status == HTTPStatus.OK:
-                return answer.body.decode()
-            reason = f"status {answer.status}"
-        except (OSError, TimeoutError, ConfigError) as error:
-            reason = str(error)
-        fields = {"url": status_url, "error": reason}
-        log.warning("a frontend's metrics are missing", extra={"fields": fields})
-        return ""
+            return await scrape(status_url)
+        except PlaneUnavailable as error:
+            fields = {"url": status_url, "error": error.message}
+            log.warning("a frontend's metrics are missing", extra={"fields": fields})
+            return ""

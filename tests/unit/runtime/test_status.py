@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings import Settings
 from dynamo.runtime.processes.status import StatusServer, unready_reason
+from dynamo.runtime.processes.supervisor_metrics import ScrapedProcess
 from dynamo.telemetry import Registry
 
 
@@ -99,3 +102,19 @@ async def test_ready_is_asked_at_the_status_port() -> None:
     assert (await client.send("GET", "/ready")).status == 200
     client.close()
     await status.stop()
+
+
+async def test_the_status_port_of_a_supervisor_has_the_metrics_of_all_processes() -> None:
+    supervisor, worker = server(0), server(0)
+    await supervisor.start()
+    await worker.start()
+    supervisor.list_processes = lambda: [ScrapedProcess("worker-1", "worker", worker.url)]
+    texts = []
+    for path in ("/metrics", "/metrics/all"):
+        with closing(HttpClient(supervisor.url, {}, None)) as client:
+            texts.append((await client.send("GET", path)).body.decode())
+    await supervisor.stop()
+    await worker.stop()
+    counts = [re.search(r"^process_threads (\d+)$", text, re.MULTILINE) for text in texts]
+    own, merged = (int(match[1]) for match in counts if match)
+    assert merged == 2 * own

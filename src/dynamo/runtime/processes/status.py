@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import resource
@@ -27,9 +28,12 @@ from dynamo.communication.http import (
     WebAccess,
     count_open_descriptors,
 )
+from dynamo.communication.http.scrape import scrape
 from dynamo.core.clock import Clock
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.settings import Settings
-from dynamo.telemetry import Registry
+from dynamo.core.tasks import run_all
+from dynamo.telemetry import Registry, render_merged
 from dynamo.telemetry.health import HealthReport, ready_answer
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
 from dynamo.telemetry.stderr import dropped_lines
@@ -37,16 +41,21 @@ from dynamo.telemetry.stderr import dropped_lines
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.processes.child import ChildProcess
+    from dynamo.runtime.processes.supervisor_metrics import ScrapedProcess
 
 JSON_HEADERS = (("content-type", "application/json"),)
+METRICS_HEADERS = (("content-type", PROMETHEUS_CONTENT_TYPE),)
+log = logging.getLogger(__name__)
+
 RETRY_AFTER_S = 1
 PORT_ATTEMPTS = 256
 """Number of ports that are tried, from `runtime.status_port` upwards."""
 
 
 class StatusServer:
-    """Serves /health, /live, /ready and /metrics. `reasons` returns why the process is unhealthy by
-    name, `details` the other fields of /health, and `ready` why requests should not come to it.
+    """Serves /health, /live, /ready and /metrics. /metrics/all has the metrics of this process and
+    of those that `list_processes` returns, merged. `reasons` returns why the process is unhealthy
+    by name, `details` the other fields of /health, and `ready` why no requests should come to it.
     `public_url` is the URL for other hosts; a port on loopback has none, and its `url` instead."""
 
     def __init__(
@@ -73,6 +82,7 @@ class StatusServer:
             check_headers=web_access.check,
             reserved_descriptors=RESERVED_FROM_STATUS,
         )
+        self.list_processes: Callable[[], Sequence[ScrapedProcess]] = tuple
         self.url = self.public_url = ""
         add_process_metrics(metrics)
 
@@ -108,13 +118,27 @@ class StatusServer:
             retry = (("retry-after", str(RETRY_AFTER_S)),) if status == 503 else ()
             response.send(status, (*JSON_HEADERS, *retry), msgspec.json.encode(body))
         elif request.path == "/metrics":
-            response.send(
-                200, (("content-type", PROMETHEUS_CONTENT_TYPE),), self._metrics.render().encode()
-            )
+            response.send(200, METRICS_HEADERS, self._metrics.render().encode())
+        elif request.path == "/metrics/all":
+            response.send(200, METRICS_HEADERS, (await self._render_all()).encode())
         elif request.path == "/favicon.ico":  # browsers ask for it and show a 404 as an error
             response.send(204, (), b"")
         else:
             response.send(404, JSON_HEADERS, b'{"error": "use /health, /live, /ready or /metrics"}')
+
+    async def _render_all(self) -> str:
+        """Return the merged metrics. A process that does not answer in time is left out."""
+        texts = await run_all(*(_scrape(each) for each in self.list_processes()))
+        return render_merged([self._metrics.render(), *texts])
+
+
+async def _scrape(process: ScrapedProcess) -> str:
+    try:
+        return await scrape(process.status_url)
+    except PlaneUnavailable as error:
+        fields = {"process": process.name, "error": error.message}
+        log.warning("the metrics of a process are missing", extra={"fields": fields})
+        return ""
 
 
 SHARED_SECTIONS = ("router", "index", "sampling", "discovery", "messaging", "nixl", "logging")

@@ -86,8 +86,7 @@ class Supervisor:
         alerts: AlertWatch | None = None,
     ) -> None:
         self._metrics = metrics = Registry()
-        self._alerts = alerts
-        self._can_reload = reload is not None
+        self._alerts, self._can_reload = alerts, reload is not None
         self._is_unencrypted = planes_of(settings).unencrypted
         self._reloader = reload or SettingsReloader(lambda: specs)
         self._had_terminal, self.ready = has_terminal(), asyncio.Event()
@@ -117,6 +116,7 @@ class Supervisor:
         self._loader = self._create_loader(settings, specs)
         self._models = self._create_models(models, specs)
         self.children = self._group.children
+        self._status.list_processes = partial(list_scraped, self.children)
         report = make_reporter(self.children, self._log_writer, settings, self._clock)
         self._control = ControlServer(self._group, self._models, deployment.folder, report)
         declare_supervisor_metrics(metrics, self.children, self._disk_space)
@@ -173,7 +173,7 @@ class Supervisor:
             "watchdog": watch_children(self.children, self._clock),
         }
         if self._alerts is not None:
-            work["alerts"] = self._alerts.run(self._metrics, partial(list_scraped, self.children))
+            work["alerts"] = self._alerts.run(self._metrics, self._status.list_processes)
         return [tasks.start(each, name) for name, each in work.items()]
 
     def stop(self) -> None:

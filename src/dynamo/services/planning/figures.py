@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
-from http import HTTPStatus
+from contextlib import suppress
 from statistics import median
 
 import msgspec
 
 from dynamo.communication.events import Event
-from dynamo.communication.http.client import HttpClient
+from dynamo.communication.http.scrape import scrape
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS, PlaneUnavailable
 from dynamo.core.tasks import run_all
@@ -30,7 +28,6 @@ from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.planning.backtests import WorkerFacts
 from dynamo.services.scrape_targets import ScrapeTarget, ScrapeTargets
 
-SCRAPE_TIMEOUT_S = 2.0
 REFUSED = {"400", "401", "403", "404", "405", "413", "415", "422"}
 """Statuses of requests that no number of workers would have answered."""
 FIGURES = {
@@ -208,14 +205,9 @@ def usual_timing(reports: Sequence[tuple[Load, EngineInfo | None]]) -> Timing | 
 async def _scrape(target: ScrapeTarget) -> str:
     address, name = target.targets[0], target.labels["process"]
     try:
-        with closing(HttpClient(f"http://{address}", {}, None)) as client:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                answer = await client.send("GET", "/metrics")
-    except (OSError, TimeoutError) as error:
-        raise PlaneUnavailable(f"{name} does not tell its figures: {error or 'timeout'}") from None
-    if answer.status != HTTPStatus.OK:
-        raise PlaneUnavailable(f"{name} does not tell its figures: status {answer.status}")
-    return answer.body.decode()
+        return await scrape(f"http://{address}")
+    except PlaneUnavailable as error:
+        raise PlaneUnavailable(f"{name} does not tell its figures: {error.message}") from None
 
 
 def count_figures(text: str) -> Counter[tuple[str, str]]:
