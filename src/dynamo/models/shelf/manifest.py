@@ -89,14 +89,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 yield Piece(number, index, start, min(PIECE_BYTES, file.size_bytes - start))
                 number += 1
 
-    def is_same_content(self, other: Manifest) -> bool:
-        """Whether both name the same files, as far as both know their hashes."""
-        return len(self.files) == len(other.files) and all(
-            (a.path, a.size_bytes) == (b.path, b.size_bytes)
-            and (not (a.sha256 and b.sha256) or a.sha256 == b.sha256)
-            for a, b in zip(self.files, other.files, strict=True)
-        )
-
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a manifest in msgpack."""

@@ -75,16 +75,12 @@ class PartialModel:
         """Whether all pieces are here."""
         return len(self.digests) == len(self.manifest.pieces)
 
-    def expected_digest(self, number: int) -> bytes:
-        """Return the hash that the manifest has for a piece, or `NO_DIGEST`."""
-        return self.manifest.digests[number]
-
     def write(self, number: int, content: bytes | memoryview, digest: bytes = NO_DIGEST) -> bytes:
         """Store a piece, and return its hash. Blocks. Raises `ValueError` if its size or hash is
         not that of the manifest or `digest`, and `ModelUnavailable` if it cannot be written."""
         piece = self.manifest.pieces[number]
         actual = digest_of(content)
-        wanted = {self.expected_digest(number), digest} - {NO_DIGEST, actual}
+        wanted = {self.manifest.digests[number], digest} - {NO_DIGEST, actual}
         if wanted or len(content) != piece.size_bytes:
             raise ValueError(f"piece {number} of {self.manifest.name} is damaged")
         with self.storage_errors():
@@ -161,11 +157,11 @@ class PartialModel:
         """Keep the pieces of the journal whose content has their hash."""
         path = self.folder / JOURNAL_FILE
         data = path.read_bytes() if path.exists() else b""
-        count = len(self.manifest.pieces)
+        expected = self.manifest.digests
         for start in range(0, len(data) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
             number = int.from_bytes(data[start : start + _NUMBER_BYTES], "little")
             digest = data[start + _NUMBER_BYTES : start + _ENTRY_BYTES]
-            is_expected = number < count and self.expected_digest(number) in {NO_DIGEST, digest}
+            is_expected = number < len(expected) and expected[number] in {NO_DIGEST, digest}
             if is_expected and digest_of(self.read(number)) == digest:
                 self.digests[number] = digest
             progress(f"checking {self.manifest.name}", start + _ENTRY_BYTES, len(data))

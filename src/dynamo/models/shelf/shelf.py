@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
 
@@ -281,11 +281,6 @@ def read_piece(model: ShelfModel, number: int) -> bytes:
     with (model.folder / model.manifest.files[piece.file].path).open("rb") as file:
         file.seek(piece.start)
         return file.read(piece.size_bytes)
-
-
-def display_name(model: ShelfModel) -> str:
-    """Return the name by which a user asked for a model."""
-    return unquote(model.folder.parent.name)
 
 
 def _existing_root() -> Path | None:

@@ -48,11 +48,6 @@ class PieceScheduler:
         self._rng = rng
         self._source: _Peer | None = None
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """Return the peers with pieces."""
-        return tuple(self._peers)
-
     def use_source(self, allowed: bool) -> None:
         """Allow requests to the source, or end them."""
         if allowed and self._source is None:
@@ -133,9 +128,6 @@ class PieceScheduler:
             if peer.open and now - max(peer.active_at, min(peer.open.values())) > HANG_S
         ]
 
-    def _typical_s(self) -> float:
-        return median(self._durations) if self._durations else 0.0
-
     def _choose(self, peer: _Peer, now: float) -> int | None:
         """Return the rarest piece of a peer that nobody is asked for, else a late one."""
         best, rarity, seen = None, 0, 0
@@ -157,10 +149,8 @@ class PieceScheduler:
 
     def _late_piece(self, peer: _Peer, now: float) -> int | None:
         """Return the piece of a peer that is longest overdue at one other peer."""
-        if not self._durations:
-            limit = MIN_SLOW_S
-        else:
-            limit = max(MIN_SLOW_S, SLOW_FACTOR * self._typical_s())
+        typical_s = median(self._durations) if self._durations else 0.0
+        limit = max(MIN_SLOW_S, SLOW_FACTOR * typical_s)
         late = [
             (began, number)
             for other in self._peers.values()
