@@ -36,7 +36,7 @@ class Source:
     async def read_logs(self, process: str) -> Sequence[str]:
         return (f"a line of {process}",)
 
-    def list_settings(self) -> Any:
+    async def list_settings(self) -> Any:
         return ()
 
 

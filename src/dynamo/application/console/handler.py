@@ -43,7 +43,7 @@ class ConsoleSource(Protocol):
     def frontends(self) -> Sequence[str]: ...
     async def show_deployment(self) -> Any: ...
     async def read_logs(self, process: str) -> Sequence[str]: ...
-    def list_settings(self) -> Any: ...
+    async def list_settings(self) -> Any: ...
 
 
 class ConsoleHandler:
@@ -105,5 +105,5 @@ class ConsoleHandler:
         exchange.send_value({"process": name, "lines": await self._source.read_logs(name)})
 
     async def settings(self, exchange: Exchange) -> None:
-        """GET /settings: the settings in force, without secrets."""
-        exchange.send_value({"settings": self._source.list_settings()})
+        """GET /settings: the settings that are no defaults, without secrets."""
+        exchange.send_value({"settings": await self._source.list_settings()})

@@ -53,6 +53,10 @@ HTTP_WORKERS_KEY = "server.http_workers"
 MODELS_KEY = "models"
 
 
+last_origins: dict[str, str] = {}
+"""The origins of the settings that this process resolved last, by key, without defaults."""
+
+
 class LoadedSettings(msgspec.Struct, frozen=True):
     """The settings, or a section, with value, origin and notes by key (`decode_workers[0].name`).
 
@@ -91,6 +95,10 @@ def resolve_settings(
     for model in merged.settings.each_model:
         remember_settings(model)
         check_consistency(model, merged.origins)
+    last_origins.clear()
+    last_origins.update(
+        {key: each for key, each in merged.origins.items() if each != DEFAULT_ORIGIN}
+    )
     notes = {**merged.notes, **secret_notes, **replica_notes, **count_notes}
     return replace(merged, notes=notes, services=parsed.services)
 

@@ -12,6 +12,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.redaction import redact
 from dynamo.core.settings import Settings
 from dynamo.core.settings.explain import changed_settings
+from dynamo.core.settings.load import last_origins
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_logs import PrefixedLogWriter
 from dynamo.telemetry.logs import last_lines
@@ -21,10 +22,12 @@ STACKS_S = 0.5
 
 
 class SupervisorReport(msgspec.Struct, frozen=True):
-    """The last lines by process, and the settings that are no defaults, without secrets."""
+    """The last lines by process, and the settings that are no defaults, without secrets. `origins`
+    tells where they come from; some are made at the start and have none."""
 
     lines: Mapping[str, Sequence[str]] = {}
     settings: Mapping[str, Any] = {}
+    origins: Mapping[str, str] = {}
 
 
 def make_reporter(
@@ -43,7 +46,7 @@ def make_reporter(
                 child.dump_stacks()
             await clock.sleep(STACKS_S)
         shown = {name: [redact(line) for line in of_name] for name, of_name in lines.items()}
-        body = SupervisorReport(shown, changed_settings(settings))
+        body = SupervisorReport(shown, changed_settings(settings), last_origins)
         return redact(msgspec.json.encode(body, enc_hook=str).decode())
 
     return report

@@ -7,19 +7,20 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.errors import Forbidden, ModelNotReady
+from dynamo.core.errors import Forbidden, ModelNotReady, NotFound
 from dynamo.core.host.pids import age_s
-from dynamo.core.settings.explain import changed_settings
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.running import read_alerts
 from dynamo.runtime.deployment import ProcessRecord, add_waiting_children, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
+from dynamo.runtime.processes.process_record import SUPERVISOR
+from dynamo.runtime.processes.supervisor_report import SupervisorReport
 
 FRESH_S = 0.9
 """A reading of the processes serves all viewers for so long."""
 PACE_S = 60
-LOGS_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 
 
 class ShownProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,24 +80,25 @@ class DeploymentConsole:
                 "the logs hold prompts (server.log_prompts), and this port asks for no key",
                 hint="set server.api_keys, or read the logs where they are written",
             )
-        return await self._runtime.clock.offload(self._ask_for_lines, process)
+        report = await self._runtime.clock.offload(self._ask_supervisor, process)
+        return report.lines.get(process, ())
 
-    def _ask_for_lines(self, process: str) -> Sequence[str]:
+    async def list_settings(self) -> Sequence[Mapping[str, Any]]:
+        """Return the settings that are no defaults, without secrets, and where they come from.
+        Raises `ModelNotReady`."""
+        report = await self._runtime.clock.offload(self._ask_supervisor, SUPERVISOR)
+        return [
+            {"key": key, "value": value, "origin": report.origins.get(key, "")}
+            for key, value in sorted(report.settings.items())
+        ]
+
+    def _ask_supervisor(self, process: str) -> SupervisorReport:
         request = ControlRequest("report", process)
         try:
-            (text,) = send_control_request(request, self._deployment.folder, LOGS_TIMEOUT_S)
-        except OSError as error:
-            raise ModelNotReady(f"the supervisor does not tell logs: {error}") from None
-        lines: Sequence[str] = msgspec.json.decode(text)["lines"].get(process, ())
-        return lines
-
-    def list_settings(self) -> Sequence[Mapping[str, Any]]:
-        """Return the settings that are no defaults, without secrets."""
-        changed = changed_settings(self._runtime.settings)
-        return [
-            {"key": key, "value": msgspec.to_builtins(value, enc_hook=str)}
-            for key, value in changed.items()
-        ]
+            (text,) = send_control_request(request, self._deployment.folder, ANSWER_TIMEOUT_S)
+        except (OSError, NotFound) as error:
+            raise ModelNotReady(f"the supervisor does not answer: {error}") from None
+        return msgspec.json.decode(text, type=SupervisorReport)
 
 
 def _show_process(record: ProcessRecord) -> ShownProcess:

@@ -1,11 +1,16 @@
 // The frame of the console: pages by the part of the URL after #, and the deployment every second.
 import {Unauthorized, get, setKey} from "./api.js";
 import {el, show} from "./dom.js";
+import * as logs from "./logs.js";
 import * as overview from "./overview.js";
-import * as requests from "./requests.js";
+import * as playground from "./playground.js";
 import * as request from "./request.js";
+import * as requests from "./requests.js";
+import * as settings from "./settings.js";
+import * as worker from "./worker.js";
+import * as workers from "./workers.js";
 
-const PAGES = {overview, requests, request};
+const PAGES = {overview, workers, worker, requests, request, playground, logs, settings};
 const UPDATE_MS = 1000;
 const at = id => document.getElementById(id);
 let page = {}, name = "", state = null, opened = 0;
