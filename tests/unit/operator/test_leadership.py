@@ -14,7 +14,7 @@ from dynamo.communication.kubernetes.link import KubernetesLink, open_link
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.operations.operator.pods import PodOptions
-from dynamo.services.operator.lease import LeaseTimes
+from dynamo.services.operator.lease import LeaderLease, LeaseTimes
 from dynamo.services.operator.process import GraphOperator, check_cluster
 
 TIMES = LeaseTimes(duration_s=1, renew_limit_s=0.6, retry_s=0.05)
@@ -88,6 +88,20 @@ async def test_a_lease_of_somebody_else_is_respected_until_it_ends(
         await cluster.until(lambda: operator.lease.is_held)
         lease = await cluster.client.get(LEASE)
         assert lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_why_there_is_no_lease_is_logged_once(
+    cluster: GraphCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = account_environment(cluster.server.url, cluster.token, tmp_path / "a")
+    link = open_link(5.0, environ)
+    lease = LeaderLease(link, "nowhere", "a", SystemClock(), TIMES)
+    task = asyncio.create_task(lease.run())
+    await cluster.until(lambda: sum("nowhere" in text for text in cluster.server.requests) > 4)
+    task.cancel()
+    (record,) = (record for record in caplog.records if "no lease" in record.message)
+    assert "nowhere" in record.__dict__["fields"]["error"]
+    await link.close()
 
 
 async def test_kinds_of_another_operator_are_named(cluster: GraphCluster, tmp_path: Path) -> None:

@@ -62,11 +62,15 @@ class LeaderLease:
     async def run(self) -> None:
         """Acquire and renew the Lease until cancelled."""
         rng = Random()
+        failure = ""
         while True:
             try:
                 await self._step()
+                failure = ""
             except PlaneUnavailable as error:
-                log.debug("lease", extra={"fields": {"error": error.message}})
+                if error.message != failure:
+                    failure = error.message
+                    log.warning("no lease for the operator", extra={"fields": {"error": failure}})
             if not self.is_held and self.acquired.is_set():
                 self.acquired.clear()
                 self.lost.set()
@@ -107,8 +111,8 @@ class LeaderLease:
         try:
             await self._write(method, path, now)
         except ApiServerError as error:
-            if error.status not in (404, 409):
-                raise
+            if error.status != 409 and (error.status != 404 or method == "POST"):
+                raise  # 404 of a POST: the namespace is not there
             return
         self.lost.clear()
         self.acquired.set()
