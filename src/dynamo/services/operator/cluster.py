@@ -57,23 +57,18 @@ UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
     "Lease": ("coordination.k8s.io/v1", "leases"),
 }
 OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)
+OLDER: Final[Mapping[str, str]] = {"policy/v1": "policy/v1beta1"}
+"""Versions for servers that lack the newer one, with the same fields."""
 GATES_MINOR: Final = 30
 Owner = tuple[str, str]
 """Namespace, and label of the graph."""
 
 
-def collection(kind: str, namespace: str) -> str:
-    """Return the path of the objects of a kind, of all namespaces for ""."""
-    version, plural = PATHS.get(kind) or UNFOLLOWED[kind]
-    base = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    return f"{base}/namespaces/{namespace}/{plural}" if namespace else f"{base}/{plural}"
-
-
-def decode_object(metadata: Metadata, data: bytes) -> Object:
-    """Decode an object, without the owners of its fields except those of an adapter."""
-    del metadata
-    item: Object = msgspec.json.decode(data)
-    if item.get("kind") != ADAPTER:
+def decode_object(data: bytes, kind: str, version: str) -> Object:
+    """Decode an object, without the owners of its fields except those of an adapter. Objects in a
+    list of a built-in kind do not tell their kind and version."""
+    item: Object = {"kind": kind, "apiVersion": version, **msgspec.json.decode(data)}
+    if kind != ADAPTER:
         item["metadata"].pop("managedFields", None)
     return item
 
@@ -104,6 +99,7 @@ class ClusterView:
         """The answers of writes, by kind and NAMESPACE/NAME; None for a deleted object."""
         self._owned: dict[Owner, dict[tuple[str, str], Object]] = {}
         self._owners: dict[tuple[str, str], Owner] = {}
+        self._older: Mapping[str, str] = {}
         self.groups: frozenset[str] = frozenset()
         self.has_gates = False
 
@@ -114,6 +110,8 @@ class ClusterView:
         self.has_gates = minor.isdigit() and int(minor) >= GATES_MINOR
         listed = msgspec.json.decode(await self._link.request("GET", "/apis"))
         self.groups = frozenset(group["name"] for group in listed["groups"])
+        served = {row["groupVersion"] for group in listed["groups"] for row in group["versions"]}
+        self._older = {new: old for new, old in OLDER.items() if new not in served}
         for kind, (version, _) in PATHS.items():
             if kind in OPTIONAL and version.partition("/")[0] not in self.groups:
                 continue
@@ -128,9 +126,15 @@ class ClusterView:
             for change in changes:
                 self._on_change(kind, change)
 
+        version = self._served(PATHS[kind][0])
+
+        def decode(metadata: Metadata, data: bytes) -> Object:
+            del metadata
+            return decode_object(data, kind, version)
+
         selector = "" if kind in (GRAPH, SCALING_GROUP) else GRAPH_LABEL
-        path = collection(kind, self._namespace)
-        reflector = Reflector(self._link, path, decode_object, on_changes, selector=selector)
+        path = self._path(kind, self._namespace)
+        reflector = Reflector(self._link, path, decode, on_changes, selector=selector)
         self._reflectors[kind] = reflector
         tasks.start(reflector.run(), f"kubernetes {kind}")
 
@@ -155,6 +159,16 @@ class ClusterView:
         for where in [where for where in self._written if where[0] == kind]:
             del self._written[where]
             self._put(kind, where[1], self._reflectors[kind].objects.get(where[1]))
+
+    def _served(self, version: str) -> str:
+        return self._older.get(version, version)
+
+    def _path(self, kind: str, namespace: str) -> str:
+        """Return the path of the objects of a kind, of all namespaces for ""."""
+        version, plural = PATHS.get(kind) or UNFOLLOWED[kind]
+        version = self._served(version)
+        base = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        return f"{base}/namespaces/{namespace}/{plural}" if namespace else f"{base}/{plural}"
 
     def _put(self, kind: str, key: str, item: Object | None) -> None:
         """Note an object, or its end, and report the graph that it belongs to."""
@@ -194,7 +208,7 @@ class ClusterView:
     async def read(self, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object as it is now, None if there is none."""
         try:
-            body = await self._link.request("GET", f"{collection(kind, namespace)}/{name}")
+            body = await self._link.request("GET", f"{self._path(kind, namespace)}/{name}")
         except ApiServerError as error:
             if error.status == NOT_FOUND:
                 return None
@@ -204,7 +218,7 @@ class ClusterView:
 
     async def list(self, kind: str) -> list[Object]:
         """Return all objects of a kind in the cluster, as they are now."""
-        path, token, items = collection(kind, ""), "", list[Object]()
+        path, token, items = self._path(kind, ""), "", list[Object]()
         while True:
             query = urlencode({"limit": "500", **({"continue": token} if token else {})})
             page = msgspec.json.decode(await self._link.request("GET", f"{path}?{query}"))
@@ -216,7 +230,7 @@ class ClusterView:
     async def patch_pod(self, pod: Mapping[str, Any], patch: Sequence[Any]) -> None:
         """Patch a pod. Nothing happens if it is gone, or another one has its name."""
         metadata = pod["metadata"]
-        path = f"{collection('Pod', metadata['namespace'])}/{metadata['name']}"
+        path = f"{self._path('Pod', metadata['namespace'])}/{metadata['name']}"
         try:
             await self._change("Pod", "PATCH", path, patch, JSON_PATCH)
         except ApiServerError as error:
@@ -225,7 +239,7 @@ class ClusterView:
 
     async def create(self, kind: str, item: Object) -> bool:
         """Create an object. False: there is one already."""
-        path = collection(kind, item["metadata"]["namespace"])
+        path = self._path(kind, item["metadata"]["namespace"])
         try:
             await self._send("POST", path, item)
         except ApiServerError as error:
@@ -236,7 +250,7 @@ class ClusterView:
 
     async def apply(self, item: Object, live: Object | None) -> bool:
         """Apply an object if the live one lacks anything of it. Returns whether it was written."""
-        marked = marked_object(item)
+        marked = marked_object({**item, "apiVersion": self._served(item["apiVersion"])})
         if live is not None and not lacks(live, marked):
             return False
         await self.apply_fields(marked, OPERATOR)
@@ -245,7 +259,7 @@ class ClusterView:
     async def dry_run(self, item: Object) -> None:
         """Let the API server check an object."""
         metadata = item["metadata"]
-        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}"
         query = {"fieldManager": OPERATOR, "force": "true", "dryRun": "All"}
         query["fieldValidation"] = "Strict"
         await self._link.request("PATCH", f"{path}?{urlencode(query)}", item, content_type=APPLY)
@@ -253,20 +267,20 @@ class ClusterView:
     async def apply_fields(self, item: Object, manager: str) -> None:
         """Apply an object, or some fields of an object that others own."""
         metadata = item["metadata"]
-        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}"
         query = urlencode({"fieldManager": manager, "force": "true"})
         await self._change(item["kind"], "PATCH", f"{path}?{query}", item, APPLY)
 
     async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
         """Order another number of replicas."""
-        path = f"{collection(kind, namespace)}/{name}/scale?fieldManager={OPERATOR}"
+        path = f"{self._path(kind, namespace)}/{name}/scale?fieldManager={OPERATOR}"
         await self._send("PATCH", path, {"spec": {"replicas": replicas}}, MERGE_PATCH)
 
     async def annotate(
         self, kind: str, namespace: str, name: str, texts: Mapping[str, str]
     ) -> None:
         """Set annotations of an object. Nothing happens if there is none."""
-        path = f"{collection(kind, namespace)}/{name}?fieldManager={OPERATOR}"
+        path = f"{self._path(kind, namespace)}/{name}?fieldManager={OPERATOR}"
         body = {"metadata": {"annotations": dict(texts)}}
         try:
             await self._change(kind, "PATCH", path, body, MERGE_PATCH)
@@ -279,7 +293,7 @@ class ClusterView:
         if item.get("status") == status:
             return
         metadata = item["metadata"]
-        path = f"{collection(item['kind'], metadata['namespace'])}/{metadata['name']}/status"
+        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}/status"
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
             {"op": "add", "path": "/status", "value": status},
@@ -298,7 +312,7 @@ class ClusterView:
             "preconditions": {"uid": metadata["uid"]},
         }
         try:
-            await self._send("DELETE", f"{collection(kind, namespace)}/{name}", body)
+            await self._send("DELETE", f"{self._path(kind, namespace)}/{name}", body)
         except ApiServerError as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 raise
@@ -308,7 +322,7 @@ class ClusterView:
     async def _change(self, kind: str, method: str, path: str, body: Any, form: str) -> None:
         """Write an object of a kind that is followed, and take its new state from the answer."""
         data = await self._send(method, path, body, form)
-        item = decode_object(Metadata(), data)
+        item = decode_object(data, kind, "")
         metadata = item["metadata"]
         where = (kind, f"{metadata['namespace']}/{metadata['name']}")
         known = self._reflectors[kind].objects.get(where[1])

@@ -357,6 +357,9 @@ class ObjectRequest:
             return items[0]
         api_version = kind.api_version(target.version)
         listed = {"kind": f"{kind.name}List", "apiVersion": api_version}
+        if not kind.schemas:  # objects of built-in kinds tell their kind only when read alone
+            named = ("kind", "apiVersion")
+            items = [{k: v for k, v in item.items() if k not in named} for item in items]
         return {**listed, "metadata": metadata, "items": items}
 
 
