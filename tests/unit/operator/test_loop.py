@@ -70,6 +70,8 @@ async def test_an_operator_that_starts_again_writes_nothing(cluster: GraphCluste
     await asyncio.sleep(0.2)
     assert writes(cluster)[before:] == []
     assert cluster.server.store.version == version
+    await cluster.apply(graph(component("Frontend", "frontend", 2), GRAPH["spec"]["components"][1]))
+    await cluster.until(lambda: len(cluster.items("pods")) == 4)
 
 
 async def test_what_others_change_is_put_right_and_their_own_stays(cluster: GraphCluster) -> None:
