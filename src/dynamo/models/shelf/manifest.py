@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -18,6 +18,9 @@ DIGEST_BYTES = 32
 MAX_PIECES = 1 << 18
 """Most pieces of a model, 2 TiB."""
 MAX_FILES = 1 << 14
+NUMBER_BYTES = 4
+ENTRY_BYTES = NUMBER_BYTES + DIGEST_BYTES
+"""Size of a piece's number, little-endian, and its hash."""
 NO_DIGEST = bytes(DIGEST_BYTES)
 _SHA256 = re.compile(r"[0-9a-f]{64}|")
 _COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,99}")
@@ -103,6 +106,18 @@ def decode_manifest(data: bytes, origin: str) -> Manifest:
         raise ModelUnavailable(f"{origin} is not a manifest: {error}") from error
     check_manifest(manifest, origin)
     return manifest
+
+
+def encode_entries(digests: Iterable[tuple[int, bytes]]) -> bytes:
+    """Return numbers of pieces and their hashes, ENTRY_BYTES each."""
+    return b"".join(number.to_bytes(NUMBER_BYTES, "little") + digest for number, digest in digests)
+
+
+def decode_entries(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the numbers and hashes of all whole entries."""
+    for start in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
+        number = data[start : start + NUMBER_BYTES]
+        yield int.from_bytes(number, "little"), data[start + NUMBER_BYTES : start + ENTRY_BYTES]
 
 
 def check_manifest(manifest: Manifest, origin: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,18 +14,18 @@ import msgspec
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.file_cache import ProgressCallback, hash_file, ignore_progress, write_atomically
 from dynamo.models.shelf.manifest import (
-    DIGEST_BYTES,
+    ENTRY_BYTES,
     NO_DIGEST,
     Manifest,
+    decode_entries,
     decode_manifest,
     digest_of,
+    encode_entries,
     encode_manifest,
 )
 
 MANIFEST_FILE = ".manifest"
 JOURNAL_FILE = ".pieces"
-_NUMBER_BYTES = 4
-_ENTRY_BYTES = _NUMBER_BYTES + DIGEST_BYTES
 
 
 class PartialModel:
@@ -88,7 +89,7 @@ class PartialModel:
             while view:
                 written = os.pwrite(self._files[piece.file], view, start)
                 view, start = view[written:], start + written
-            os.write(self._journal, number.to_bytes(_NUMBER_BYTES, "little") + actual)
+            os.write(self._journal, encode_entries([(number, actual)]))
         with self._lock:
             self.digests[number] = actual
         self.on_piece(number, actual)
@@ -138,12 +139,9 @@ class PartialModel:
         with self._lock:
             for number in numbers:
                 self.digests.pop(number, None)
-            entries = [
-                number.to_bytes(_NUMBER_BYTES, "little") + digest
-                for number, digest in self.digests.items()
-            ]
+            entries = encode_entries(self.digests.items())
         os.ftruncate(self._journal, 0)
-        os.write(self._journal, b"".join(entries))
+        os.write(self._journal, entries)
 
     def close(self) -> None:
         """Close the files. The folder stays for the next process."""
@@ -158,42 +156,29 @@ class PartialModel:
         path = self.folder / JOURNAL_FILE
         data = path.read_bytes() if path.exists() else b""
         expected = self.manifest.digests
-        for start in range(0, len(data) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
-            number = int.from_bytes(data[start : start + _NUMBER_BYTES], "little")
-            digest = data[start + _NUMBER_BYTES : start + _ENTRY_BYTES]
+        for index, (number, digest) in enumerate(decode_entries(data), 1):
             is_expected = number < len(expected) and expected[number] in {NO_DIGEST, digest}
             if is_expected and digest_of(self.read(number)) == digest:
                 self.digests[number] = digest
-            progress(f"checking {self.manifest.name}", start + _ENTRY_BYTES, len(data))
-        entries = (
-            number.to_bytes(_NUMBER_BYTES, "little") + digest
-            for number, digest in self.digests.items()
-        )
-        write_atomically(path, b"".join(entries))
+            progress(f"checking {self.manifest.name}", index * ENTRY_BYTES, len(data))
+        write_atomically(path, encode_entries(self.digests.items()))
 
-    def storage_errors(self) -> StorageErrors:
+    def storage_errors(self) -> AbstractContextManager[None]:
         """Raise errors of the disk as `ModelUnavailable`."""
-        return StorageErrors(self.manifest.name, self.folder)
+        return storage_errors(self.manifest.name, self.folder)
 
 
 class ShelfUnavailable(ModelUnavailable):
     """A shelf cannot keep a model: the disk, the budget or a right is missing."""
 
 
-class StorageErrors:
-    """Context that raises `OSError` of writing to a shelf as `ModelUnavailable`, in one line."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name = name
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        what = f"{self._name} cannot be stored in {self._folder.parent}: {error.strerror}"
+@contextmanager
+def storage_errors(name: str, folder: Path) -> Iterator[None]:
+    """Raise `OSError` of writing to a shelf as `ModelUnavailable`, in one line."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{name} cannot be stored in {folder.parent}: {error.strerror}"
         hint = "set XDG_CACHE_HOME to a writable folder"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             hint = "free disk space, or set XDG_CACHE_HOME to a folder on another disk"

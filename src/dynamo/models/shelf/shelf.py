@@ -25,7 +25,12 @@ from dynamo.models.file_cache import (
     write_atomically,
 )
 from dynamo.models.shelf.manifest import Manifest, check_manifest, digest_of
-from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable, StorageErrors, read_manifest
+from dynamo.models.shelf.partial import (
+    PartialModel,
+    ShelfUnavailable,
+    read_manifest,
+    storage_errors,
+)
 
 SMALL_FILES = "small"
 """The end of the names of folders without weights."""
@@ -105,7 +110,7 @@ class Shelf:
         """Try to hold the lock of who fetches a model. The value says whether this process has it.
         The lock ends with its process. Raises `ModelUnavailable`."""
         folder = self.root / quote(name, safe="")
-        with StorageErrors(name, folder):
+        with storage_errors(name, folder):
             folder.mkdir(mode=0o700, exist_ok=True)
             handle = (folder / ".lock").open("a")
         with handle:
@@ -136,7 +141,7 @@ class Shelf:
         Raises `ModelUnavailable`."""
         check_manifest(manifest, manifest.source or "the shelf")
         folder = self.root / quote(manifest.name, safe="")
-        with StorageErrors(manifest.name, folder):
+        with storage_errors(manifest.name, folder):
             folder.mkdir(mode=0o700, exist_ok=True)
         part = folder / f".{_folder_name(manifest)}{_PART}"
         with file_lock(self.root / ".lock"):
@@ -151,7 +156,7 @@ class Shelf:
         `ModelUnavailable`."""
         manifest = partial.finish(progress)
         folder = partial.folder.parent / _folder_name(manifest)
-        with StorageErrors(manifest.name, folder):
+        with storage_errors(manifest.name, folder):
             if folder.exists():
                 self._discard(folder)
             partial.folder.rename(folder)

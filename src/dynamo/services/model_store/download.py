@@ -26,7 +26,7 @@ from dynamo.models.shelf.manifest import PIECE_BYTES, Manifest
 from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
 from dynamo.models.shelf.shelf import ShelfModel
 from dynamo.services.model_store.daemon_thread import run_in_daemon
-from dynamo.services.model_store.files import OfferedModel, offer_partial, offer_whole
+from dynamo.services.model_store.files import OfferedModel, offer_whole
 from dynamo.services.model_store.metrics import FETCHED, PEER
 from dynamo.services.model_store.records import PeerRecords, StoreRecord, model_key, store_prefix
 from dynamo.services.model_store.scheduler import SOURCE, PieceScheduler
@@ -163,8 +163,9 @@ class Download:
         manifest = replace(manifest, name=self._spec.name, with_weights=self._with_weights)
         open_partial = self._store.shelf.open_partial
         fetched = await self._clock.offload(open_partial, manifest, self._progress)
-        self._offer = self._store.server.models[self._key] = offer_partial(fetched)
-        loop, offer = asyncio.get_running_loop(), self._offer
+        offer = OfferedModel(fetched.manifest, fetched.read, tuple(fetched.digests.items()))
+        self._offer = self._store.server.models[self._key] = offer
+        loop = asyncio.get_running_loop()
 
         def on_piece(number: int, digest: bytes) -> None:
             loop.call_soon_threadsafe(offer.add, number, digest)

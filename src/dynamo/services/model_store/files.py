@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +13,7 @@ import msgspec
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS, NotFound, Overloaded, ProtocolError
-from dynamo.models.shelf.manifest import DIGEST_BYTES, Manifest, encode_manifest
-from dynamo.models.shelf.partial import PartialModel
+from dynamo.models.shelf.manifest import Manifest, encode_entries, encode_manifest
 from dynamo.models.shelf.shelf import ShelfModel, read_piece
 
 STORE_COMPONENT = "modelstore"
@@ -21,7 +21,6 @@ FILES_ENDPOINT = "files"
 CHUNK_BYTES = 256 << 10
 MAX_UPLOADS = 4
 """Pieces that a process sends at a time. Others are refused, and asked of other peers."""
-ENTRY_BYTES = 4 + DIGEST_BYTES
 
 
 class FileQuery(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,19 +43,26 @@ class FileQuery(msgspec.Struct, frozen=True, omit_defaults=True):
 class OfferedModel:
     """A model of this process, whole or in part, that peers may read."""
 
-    def __init__(self, manifest: Manifest, read: Callable[[int], bytes]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        read: Callable[[int], bytes],
+        digests: Iterable[tuple[int, bytes]],
+    ) -> None:
         self.manifest = manifest
         self.read = read
         self.entries = bytearray()
         self.numbers: set[int] = set()
         self.changed = asyncio.Event()
+        for number, digest in digests:
+            self.add(number, digest)
 
     def add(self, number: int, digest: bytes) -> None:
         """Offer a piece, and tell those who follow."""
         if number in self.numbers:
             return
         self.numbers.add(number)
-        self.entries += number.to_bytes(4, "little") + digest
+        self.entries += encode_entries([(number, digest)])
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -68,18 +74,8 @@ class OfferedModel:
 
 def offer_whole(model: ShelfModel) -> OfferedModel:
     """Return the offer of a whole model."""
-    offer = OfferedModel(model.manifest, lambda number: read_piece(model, number))
-    for number, digest in enumerate(model.manifest.digests):
-        offer.add(number, digest)
-    return offer
-
-
-def offer_partial(partial: PartialModel) -> OfferedModel:
-    """Return the offer of a model that is being fetched."""
-    offer = OfferedModel(partial.manifest, partial.read)
-    for number, digest in tuple(partial.digests.items()):
-        offer.add(number, digest)
-    return offer
+    manifest = model.manifest
+    return OfferedModel(manifest, partial(read_piece, model), enumerate(manifest.digests))
 
 
 class FileServer:

@@ -18,9 +18,11 @@ from dynamo.models.downloads.fetching import is_offline
 from dynamo.models.downloads.sources import ModelSpec
 from dynamo.models.file_cache import FileRef, find_file, hash_file, store_file
 from dynamo.models.shelf.manifest import (
+    ENTRY_BYTES,
     PIECE_BYTES,
     Manifest,
     ManifestFile,
+    decode_entries,
     decode_manifest,
     digest_of,
 )
@@ -28,7 +30,6 @@ from dynamo.models.shelf.shelf import Shelf, ShelfModel
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.model_store.files import (
-    ENTRY_BYTES,
     FILES_ENDPOINT,
     STORE_COMPONENT,
     FileQuery,
@@ -140,10 +141,8 @@ class ModelStore:
 
         def sink(part: bytes) -> bool:
             data.extend(part)
-            size = len(data) - len(data) % ENTRY_BYTES
-            entries = (bytes(data[at : at + ENTRY_BYTES]) for at in range(0, size, ENTRY_BYTES))
-            on_pieces({int.from_bytes(entry[:4], "little"): entry[4:] for entry in entries})
-            del data[:size]
+            on_pieces(dict(decode_entries(bytes(data))))
+            del data[: len(data) - len(data) % ENTRY_BYTES]
             return True
 
         await self._call(peer, FileQuery("follow", key, commit), sink)
