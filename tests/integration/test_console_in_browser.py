@@ -106,3 +106,29 @@ async def test_a_person_finds_a_slow_request(
     with Cluster(tiny_model, tmp_path, workers=2, flags=flags, name=HOSTILE) as cluster:
         await asyncio.to_thread(chat, cluster, "the-slow-one")
         await asyncio.to_thread(look, cluster, browser)
+
+
+def use_a_key(cluster: Cluster, browser: Chromium) -> None:
+    (observer,) = cluster.ready("observer")
+    browser.open(f"{observer.address}/console#playground")
+    for key, is_known in (("wrong", False), ("right", True)):
+        browser.wait_for("document.querySelector('dialog[open]')")
+        browser.wait_for("document.activeElement.id === 'key'")
+        browser.run("document.activeElement.select()")
+        browser.call("Input.insertText", text=key)
+        browser.press("Enter")
+        if not is_known:
+            browser.wait_for("document.querySelector('dialog[open] [role=alert]')?.innerText")
+    browser.wait_for("document.querySelector('option')")  # the frontend takes the key, too
+    assert not browser.run("document.querySelector('dialog').open")
+    browser.run("location.hash = 'overview'")
+    browser.wait_for("document.querySelectorAll('[aria-label=Workers] tbody tr').length === 1")
+
+
+async def test_the_console_asks_for_a_key(
+    tiny_model: Path, tmp_path: Path, browser: Chromium
+) -> None:
+    environ = {"DYNAMO_SERVER__API_KEYS": "right"}
+    flags = ("--observer",)
+    with Cluster(tiny_model, tmp_path, workers=1, flags=flags, environ=environ) as cluster:
+        await asyncio.to_thread(use_a_key, cluster, browser)

@@ -1,5 +1,6 @@
 // Calls of the observer, whose page this is, and of its frontends. The key stays in this tab.
-let key = "";
+const BYTES_PER_MS = 40;
+let key = "", received = 0;
 
 export class Unauthorized extends Error {}
 export const setKey = text => { key = text; };
@@ -13,11 +14,32 @@ export async function get(path, base = "") {
     throw new Error(`${base || "the observer"} does not answer`);
   }
   if (answer.status === 401) throw new Unauthorized("The deployment does not know this key.");
-  const body = await answer.json().catch(() => ({}));
+  const text = await answer.text();
+  received += text.length;
+  let body = {};
+  try {
+    body = JSON.parse(text);
+  } catch { /* an error in another form */ }
   if (answer.ok) return body;
   const error = new Error(body.error ? body.error.message : `status ${answer.status}`);
   error.status = answer.status;
   throw error;
+}
+// Run a task now and again after `ms`, while the page is seen. One that receives much runs less often.
+// Returns what ends it.
+export function repeat(task, ms, fail) {
+  let timer, ended = false;
+  const run = async () => {
+    const before = received;
+    try {
+      if (!document.hidden) await task();
+    } catch (error) {
+      fail(error);
+    }
+    if (!ended) timer = setTimeout(run, Math.max(ms, (received - before) / BYTES_PER_MS));
+  };
+  run();
+  return () => { ended = true; clearTimeout(timer); };
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 

@@ -1,5 +1,5 @@
 // The last lines of a process, as its supervisor keeps them.
-import {get} from "./api.js";
+import {get, repeat} from "./api.js";
 import {el, show} from "./dom.js";
 
 export const title = "Logs";
@@ -17,7 +17,7 @@ export function open(body, wanted, fail) {
     if (isAtEnd) lines.scrollTop = lines.scrollHeight;
   };
   const update = async () => {
-    if (document.hidden || !choice.value) return;
+    if (!choice.value) return;
     const name = choice.value;
     try {
       const answer = await get(`logs/${encodeURIComponent(name)}`);
@@ -32,9 +32,8 @@ export function open(body, wanted, fail) {
   text.addEventListener("input", draw);
   body.append(el("div", {class: "row"}, el("label", {}, "process", choice),
     el("label", {}, "only lines with", text)), lines);
-  const timer = setInterval(update, UPDATE_MS);
   return {
-    close: () => clearInterval(timer),
+    close: repeat(update, UPDATE_MS, fail),
     update: ({processes}) => {
       const found = [...new Set(processes.map(({name}) => name))].sort();
       if (found.join("\n") === names) return;

@@ -1,5 +1,5 @@
 // The frame of the console: pages by the part of the URL after #, and the deployment every second.
-import {Unauthorized, get, setKey} from "./api.js";
+import {Unauthorized, get, repeat, setKey} from "./api.js";
 import {el, show} from "./dom.js";
 import * as logs from "./logs.js";
 import * as overview from "./overview.js";
@@ -32,11 +32,7 @@ function route() {
     ([key, {title: text}]) => el("a", {href: `#${key}`,
       "aria-current": key === (module.parent || name) ? "page" : undefined}, text)),
   el("a", {href: "router/view"}, "Router"));
-  const fail = error => {
-    if (error instanceof Unauthorized) ask(error);
-    else if (turn === opened) show(at("health"), el("span", {class: "bad"}, error.message));
-  };
-  page = module.open(body, argument, fail) || {};
+  page = module.open(body, argument, error => turn === opened && fail(error)) || {};
   if (state && page.update) page.update(state);
   if (turn > 1) title.focus();
   return undefined;
@@ -47,28 +43,24 @@ function ask(error) {
   at("ask").showModal();
 }
 async function update() {
-  try {
-    state = await get("deployment");
-    const {alerts, processes, deployment} = state;
-    const away = processes.filter(each => each.state !== "ready" && each.state !== "starting");
-    at("deployment").textContent = deployment;
-    show(at("health"), alerts.length || away.length
-      ? el("span", {class: "bad"}, `${alerts.length} alerts, ${away.length} processes not ready`)
-      : el("span", {class: "good"}, "all processes ready, no alerts"));
-    if (page.update) page.update(state);
-  } catch (error) {
-    if (error instanceof Unauthorized) ask(error);
-    else show(at("health"), el("span", {class: "bad"}, `not current: ${error.message}`));
-  }
+  if (at("ask").open) return;
+  state = await get("deployment");
+  const {alerts, processes, deployment} = state;
+  const away = processes.filter(each => each.state !== "ready" && each.state !== "starting");
+  at("deployment").textContent = deployment;
+  show(at("health"), alerts.length || away.length
+    ? el("span", {class: "bad"}, `${alerts.length} alerts, ${away.length} processes not ready`)
+    : el("span", {class: "good"}, "all processes ready, no alerts"));
+  if (page.update) page.update(state);
 }
-async function follow() {
-  if (!document.hidden && !at("ask").open) await update();
-  setTimeout(follow, UPDATE_MS);
+function fail(error) {
+  if (error instanceof Unauthorized) ask(error);
+  else show(at("health"), el("span", {class: "bad"}, `not current: ${error.message}`));
 }
 at("key-form").addEventListener("submit", () => {
   setKey(at("key").value.trim());
-  update().then(route);
+  setTimeout(() => update().then(route, fail)); // once the dialog has closed
 });
 addEventListener("hashchange", route);
 route();
-follow();
+repeat(update, UPDATE_MS, fail);

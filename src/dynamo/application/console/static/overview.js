@@ -1,5 +1,5 @@
 // What the deployment does now: pace, promise, alerts, workers, causes.
-import {get} from "./api.js";
+import {get, repeat} from "./api.js";
 import {bar, clock, curve, el, link, seconds, share, short, show, table} from "./dom.js";
 
 export const title = "Overview";
@@ -17,6 +17,14 @@ export function workersOf({processes, activity}) {
     workers.set(process.instance, {...workers.get(process.instance), ...process});
   return [...workers.values()].sort((one, other) => one.name.localeCompare(other.name, undefined,
     {numeric: true}));
+}
+// So many rows are drawn: the workers that are not ready and the busiest first, then by name.
+export function busiest(workers, most = 50) {
+  if (workers.length <= most) return {rows: workers, note: ""};
+  const rank = each => (isAway(each) ? Infinity : (each.running || 0) + (each.waiting || 0));
+  const rows = [...workers].sort((one, other) => rank(other) - rank(one) || 0).slice(0, most);
+  return {rows: workers.filter(each => rows.includes(each)), note: `${most} of ${
+    workers.length} workers: those that are not ready and the busiest`};
 }
 export const isAway = ({state}) => !["", "ready", "starting"].includes(state);
 export const ratio = (blocks, worker) => (worker.total_blocks ? blocks / worker.total_blocks : 0);
@@ -45,14 +53,15 @@ const alertLine = ({name, about, message}) =>
 function workerTable(state) {
   const columns = [["worker", "name"], ["state"], ["requests", "number"], ["KV in use"],
     ["cached", "wide"], ["model", "wide"]];
-  return table("Workers", columns, workersOf(state).map(worker => {
+  const {rows, note} = busiest(workersOf(state));
+  return [table("Workers", columns, rows.map(worker => {
     const used = ratio(worker.active_blocks || 0, worker), known = "running" in worker;
     return [link(worker.name, "worker", worker.instance),
       el("span", {class: isAway(worker) ? "bad" : ""}, worker.state || "-"),
       known ? `${worker.running} + ${worker.waiting}` : "-",
       known ? bar(`${share(used)} of the KV blocks`, 0, used) : "-",
       known ? share(ratio(worker.cached_blocks, worker)) : "-", worker.model || ""];
-  }), "no worker serves");
+  }), "no worker serves"), el("p", {class: "dim"}, note)];
 }
 export function slowTable(rows) {
   const columns = [["at"], ["took", "number"], ["request", "name"], ["end"], ["why", "text"]];
@@ -86,18 +95,11 @@ export function open(body, _, fail) {
     el("h2", {}, "Promise"), parts.slo, el("h2", {}, "Why requests were late in the last hour"),
     parts.causes, el("h2", {}, "Slow and failed requests of the last 5 minutes"), parts.slow);
   const update = async () => {
-    if (document.hidden) return;
-    try {
-      show(parts.slo, ...sloTable(await get("slo")));
-      show(parts.causes, causeTable((await get("causes")).causes));
-    } catch (error) {
-      fail(error);
-    }
+    show(parts.causes, causeTable((await get("causes")).causes));
+    show(parts.slo, ...sloTable(await get("slo")));
   };
-  update();
-  const timer = setInterval(update, SLOW_UPDATE_MS);
   return {
-    close: () => clearInterval(timer),
+    close: repeat(update, SLOW_UPDATE_MS, fail),
     update: state => {
       show(parts.pace, ...tiles(state));
       show(parts.alerts, ...state.alerts.map(alertLine));

@@ -1,5 +1,5 @@
 // The newest requests that match a form.
-import {get} from "./api.js";
+import {get, repeat} from "./api.js";
 import {clock, el, link, seconds, show, table} from "./dom.js";
 import {shortName} from "./overview.js";
 
@@ -23,24 +23,18 @@ export function open(body, _, fail) {
   const failed = el("input", {type: "checkbox"}), name = el("input", {type: "text", size: 30});
   const rows = el("div");
   const update = async () => {
-    if (document.hidden) return;
     const query = new URLSearchParams({slow: slow.value || 0, failed: failed.checked ? 1 : 0,
       worker: worker.value.trim(), limit: LIMIT});
-    try {
-      show(rows, requestTable((await get(`requests?${query}`)).requests));
-    } catch (error) {
-      fail(error);
-    }
+    show(rows, requestTable((await get(`requests?${query}`)).requests));
   };
-  const filter = el("form", {class: "row", onsubmit: event => { event.preventDefault(); update(); },
-    onchange: update}, el("label", {}, "at least, s", slow), el("label", {}, "worker", worker),
+  const again = () => update().catch(fail);
+  const filter = el("form", {class: "row", onsubmit: event => { event.preventDefault(); again(); },
+    onchange: again}, el("label", {}, "at least, s", slow), el("label", {}, "worker", worker),
   el("label", {class: "check"}, failed, "failed only"), el("button", {}, "Filter"));
   const find = el("form", {class: "row", onsubmit: event => {
     event.preventDefault();
     if (name.value.trim()) location.hash = `request/${encodeURIComponent(name.value.trim())}`;
   }}, el("label", {}, "request id or trace id", name), el("button", {}, "Find"));
   body.append(filter, find, rows);
-  update();
-  const timer = setInterval(update, UPDATE_MS);
-  return {close: () => clearInterval(timer)};
+  return {close: repeat(update, UPDATE_MS, fail)};
 }

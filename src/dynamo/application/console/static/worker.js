@@ -1,5 +1,5 @@
 // One worker: its process, its curves, its requests.
-import {get} from "./api.js";
+import {get, repeat} from "./api.js";
 import {age, curve, el, facts, link, share, short, show} from "./dom.js";
 import {ratio, shortName, workersOf} from "./overview.js";
 import {requestTable} from "./requests.js";
@@ -38,15 +38,9 @@ export function open(body, instance, fail) {
     el("p", {class: "dim"}, spanOf(timeline)));
   };
   const list = async () => {
-    if (document.hidden) return;
-    try {
-      const query = new URLSearchParams({worker: instance, limit: REQUESTS});
-      show(parts.requests, requestTable((await get(`requests?${query}`)).requests));
-    } catch (error) {
-      fail(error);
-    }
+    const query = new URLSearchParams({worker: instance, limit: REQUESTS});
+    show(parts.requests, requestTable((await get(`requests?${query}`)).requests));
   };
-  list();
-  const timer = setInterval(list, REQUESTS_MS), end = follow(draw, fail);
-  return {update, close: () => { clearInterval(timer); end(); }};
+  const ends = [repeat(list, REQUESTS_MS, fail), follow(draw, fail)];
+  return {update, close: () => ends.forEach(end => end())};
 }

@@ -1,7 +1,7 @@
 // Every worker over the last 15 minutes: the samples of the observer.
-import {get} from "./api.js";
+import {get, repeat} from "./api.js";
 import {age, clock, curve, el, link, share, show, table} from "./dom.js";
-import {isAway, ratio, workersOf} from "./overview.js";
+import {busiest, isAway, ratio, workersOf} from "./overview.js";
 
 export const title = "Workers";
 const UPDATE_MS = 2000, UPDATES_PER_RELOAD = 60;
@@ -23,20 +23,12 @@ function join(older, newer) {
 // Follow the samples: `onChange` gets the timeline. Returns what ends it.
 export function follow(onChange, fail) {
   let timeline = {at: [], workers: {}}, updates = 0;
-  const update = async () => {
-    if (document.hidden) return;
-    try {
-      if (updates++ % UPDATES_PER_RELOAD === 0) timeline = {at: [], workers: {}};
-      const since = timeline.at[timeline.at.length - 1] || 0;
-      timeline = join(timeline, await get(`router/timeline?since=${since}`));
-      onChange(timeline);
-    } catch (error) {
-      fail(error);
-    }
-  };
-  update();
-  const timer = setInterval(update, UPDATE_MS);
-  return () => clearInterval(timer);
+  return repeat(async () => {
+    if (updates++ % UPDATES_PER_RELOAD === 0) timeline = {at: [], workers: {}};
+    const since = timeline.at[timeline.at.length - 1] || 0;
+    timeline = join(timeline, await get(`router/timeline?since=${since}`));
+    onChange(timeline);
+  }, UPDATE_MS, fail);
 }
 // The series of a worker, a value for each sample. Older samples are further apart.
 export function seriesOf(timeline, instance) {
@@ -57,16 +49,17 @@ export const spanOf = ({at}) => (at.length ? `${clock(at[0])} to ${clock(at[at.l
 
 export function open(body, _, fail) {
   let timeline = {at: [], workers: {}};
-  const rows = el("div");
-  body.append(rows);
+  const rows = el("div"), word = el("input", {type: "search"});
+  body.append(el("div", {class: "row"}, el("label", {}, "only names with", word)), rows);
   const columns = [["worker", "name"], ["state"], ["age", "number wide"], ["restarts", "number wide"],
     ["requests", "number"], ["over time"], ["KV in use", "number"], ["over time"],
     ["cached", "number wide"], ["over time", "wide"]];
   const update = state => {
-    const workers = workersOf(state), series = workers.map(({instance}) =>
-      seriesOf(timeline, instance));
+    const {rows: workers, note} = busiest(workersOf(state).filter(({name}) =>
+      name.includes(word.value.trim())));
+    const series = workers.map(({instance}) => seriesOf(timeline, instance));
     const most = Math.max(1, ...series.flatMap(({requests}) => requests));
-    show(rows, el("p", {class: "dim"}, `${spanOf(timeline)}. Curves of requests have one scale.`),
+    show(rows, el("p", {class: "dim"}, `${spanOf(timeline)}. Curves of requests have one scale. ${note}`),
       table("Workers", columns, workers.map((worker, at) => [
         link(worker.name, "worker", worker.instance),
         el("span", {class: isAway(worker) ? "bad" : ""}, worker.state || "-"),
