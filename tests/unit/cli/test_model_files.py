@@ -128,7 +128,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(hub: FakeHub) -> None:
         ("org/none", "no file, folder or hub model", "HF_TOKEN"),
         (f"{FOLDER}@v9", "the revision v9", "commits/main"),
         ("s3://bucket/model", "no credentials", "AWS_ACCESS_KEY_ID"),
-        ("ftp://host/model", "no name on the hub", "ORGANISATION/NAME"),
+        ("ftp://host/model", "no model can be fetched from ftp://", "s3://, gs://, az://, file://"),
         ("file:///no/such/folder", "there is no model", "safetensors"),
         ("./none", "no name on the hub", "ORGANISATION/NAME"),
     ],
@@ -223,6 +223,25 @@ def test_what_is_here_needs_no_hub(
     assert PULL.run([FOLDER]) == 0
     with pytest.raises(ModelUnavailable, match="the model store is offline"):
         PULL.run([f"{FILES}:Q8_0"])
+
+
+def test_models_that_are_not_on_the_shelf_are_named_with_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--other" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (snapshot / name).write_bytes(b"{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    LIST.run([])
+    assert "org/other" in capsys.readouterr().out
+    with pytest.raises(ModelUnavailable, match="org/other is not on the shelf") as caught:
+        REMOVE.run(["org/other"])
+    assert str(snapshot) in caught.value.hint
+    assert VERIFY.run([]) == 0
+    assert "nothing to check" in capsys.readouterr().out
 
 
 def test_verify_finds_damage_and_removes_the_model(

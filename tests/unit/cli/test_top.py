@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from tests.unit.observer.stories import make_story
 
-from dynamo.cli.observer.top.command import format_once
+from dynamo.cli.observer.top.command import format_once, run
 from dynamo.cli.observer.top.frame import View, fit_columns, make_frame, sparkline
 from dynamo.cli.observer.top.screen import TopScreen
 from dynamo.cli.observer.top.state import TopReader, TopState, WorkerRow
 from dynamo.core.clock import SystemClock
-from dynamo.core.errors import ModelNotReady
+from dynamo.core.errors import ConfigError, ModelNotReady
 from dynamo.core.values import Load, TierLoad
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.telemetry.slo import FAILED
@@ -213,3 +213,9 @@ def test_json_and_one_frame_have_every_worker() -> None:
     assert sum(line.startswith("worker-") for line in format_once(state).splitlines()) == 64
     decoded: Mapping[str, Sequence[Any]] = json.loads(msgspec.json.encode(state))
     assert len(decoded["workers"]) == 64
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf", "soon"])
+def test_wrong_intervals_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--interval"):
+        run(["--once", "--interval", text])

@@ -16,6 +16,8 @@ from dynamo.core.errors import ModelUnavailable, nearest_name_hint
 from dynamo.core.settings import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from dynamo.models.downloads.sources import ModelSpec
     from dynamo.models.shelf.partial import PartialModel
     from dynamo.models.shelf.shelf import ShelfModel
@@ -84,12 +86,21 @@ def _pull_from_source(settings: Settings, text: str, progress: ProgressBar) -> s
         locked_model,
         offline_error,
     )
-    from dynamo.models.downloads.sources import MAIN, SourceUnavailable, parse_spec
+    from dynamo.models.downloads.sources import (
+        MAIN,
+        SOURCE_SCHEMES,
+        SourceUnavailable,
+        parse_spec,
+    )
     from dynamo.models.downloads.stored import find_stored
     from dynamo.models.shelf.shelf import Shelf
 
     spec = parse_spec(text)
     if spec is None:
+        scheme, mark, _ = text.partition("://")
+        if mark:
+            hint = f"known: {', '.join(SOURCE_SCHEMES)} and names on the hub"
+            raise ModelUnavailable(f"no model can be fetched from {scheme}://", hint=hint)
         raise ModelUnavailable(
             f"{text} is no name on the hub and no file or folder",
             hint="write ORGANISATION/NAME, ORGANISATION/NAME:QUANTISATION for a GGUF file, "
@@ -189,7 +200,10 @@ def verify(_: Settings, text: str) -> int:
 
     shelf, damaged = Shelf(), 0
     models = _find_models(text) if text else shelf.models()
-    for model in [model for model in models if model.is_whole]:
+    whole = [model for model in models if model.is_whole]
+    if not whole:
+        print("nothing to check: no model on the shelf is whole")
+    for model in whole:
         with ProgressBar(sys.stderr) as progress:
             files = shelf.verify(model, progress)
         name = model.manifest.name
@@ -221,9 +235,21 @@ def _find_models(text: str) -> list[ShelfModel]:
     if not chosen:
         names = sorted({model.manifest.name for model in models})
         name = text if spec is None else spec.name
+        if path := _find_elsewhere(text, spec):
+            hint = f"its files are at {path}"
+            raise ModelUnavailable(f"{name} is not on the shelf of the model store", hint=hint)
         hint = nearest_name_hint(name, names, "`dynamo list` shows those that are here")
         raise ModelUnavailable(f"{name} is no fetched model on this machine", hint=hint)
     return chosen
+
+
+def _find_elsewhere(text: str, spec: ModelSpec | None) -> Path | None:
+    """Return the path of a model that `dynamo list` shows though it is not on the shelf."""
+    from dynamo.models.downloads import stored, wheel_models
+
+    if model := wheel_models.WHEEL_MODELS.get(text):
+        return wheel_models.cached_wheel_model(model)
+    return stored.find_stored(spec) if spec is not None else None
 
 
 PULL = StoreCommand(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ EXAMPLES = """\
   dynamo top --json --url http://127.0.0.1:8001"""
 
 DEFAULT_INTERVAL_S = 1.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600
 WIDE = 200
 
 
@@ -38,10 +40,23 @@ def parser() -> Parser:
     parser.add_argument("--once", action="store_true", help="print one frame; without a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON once instead")
     parser.add_argument(
-        "--interval", type=float, default=DEFAULT_INTERVAL_S, metavar="SECONDS", help="default: 1"
+        "--interval",
+        type=_seconds,
+        default=DEFAULT_INTERVAL_S,
+        metavar="SECONDS",
+        help="default: 1",
     )
     add_router_flags(parser)
     return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not MIN_INTERVAL_S <= value <= MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not within {MIN_INTERVAL_S} and {MAX_INTERVAL_S} seconds"
+        )
+    return value
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -68,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
         return _repeat(reader, args.interval)
     if os.environ.get("TERM", "dumb") == "dumb":
         return _repeat(reader, args.interval)
-    TopScreen(reader, max(0.1, args.interval)).run()
+    TopScreen(reader, args.interval).run()
     return 0
 
 
