@@ -102,6 +102,14 @@ def test_manifests_of_the_peer_become_valid_objects(path: Path, groups: tuple[st
                 kubernetes_validate.validate(child, version, strict=True)
 
 
+def test_the_example_is_valid_and_has_no_field_without_effect() -> None:
+    path = Path(__file__).parents[3] / "examples" / "kubernetes" / "mock.yaml"
+    (item,) = read_manifests(path.read_text(), path.name)
+    item["metadata"] |= {"namespace": "lab", "uid": UID}
+    (condition, *_) = make(item).status.conditions
+    assert (condition.type, condition.status, condition.reason) == ("SpecValid", "True", "Valid")
+
+
 def test_defaults_of_a_frontend_and_of_a_worker() -> None:
     result = make(graph(component("Frontend", "frontend"), component("decode", "decode")))
     front, work = main_of(result, "frontend"), main_of(result, "decode")
