@@ -134,7 +134,11 @@ async def test_clients_cannot_ask_for_more_than_a_rate() -> None:
     ],
 )
 async def test_a_collector_that_refuses_costs_a_counter(
-    answer: tuple[int, str, bytes], why: str, tries: int, monkeypatch: pytest.MonkeyPatch
+    answer: tuple[int, str, bytes],
+    why: str,
+    tries: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(trace_export, "RETRY_S", 0.0)
     async with served() as fake:
@@ -143,10 +147,12 @@ async def test_a_collector_that_refuses_costs_a_counter(
         exporter.add(KeptStory(story(1, slo=FAILED), "frontend-1"))
         await flush(exporter)
         assert (exporter.dropped[why], len(fake.requests), exporter.sent) == (1, tries, 0)
+    (record,) = caplog.records
+    assert record.__dict__["fields"]["answer"] == f"HTTP {answer[0]}"
 
 
 async def test_a_collector_that_is_away_or_hangs_costs_a_counter(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trace_export, "RETRY_S", 0.0)
     async with served() as fake:
@@ -156,6 +162,8 @@ async def test_a_collector_that_is_away_or_hangs_costs_a_counter(
         await flush(exporter)
         url = fake.url
     assert exporter.dropped["unreachable"] == 1
+    (record,) = caplog.records
+    assert record.__dict__["fields"]["answer"] == "no answer within 0.05 s"
     exporter = open_exporter(url)
     for number in range(trace_export.MAX_PENDING + 5):
         exporter.add(KeptStory(story(number, slo=FAILED), "frontend-1"))

@@ -143,6 +143,7 @@ class TraceExporter:
             dict.fromkeys(("queue_full", "unreachable", "refused"), 0)
         )
         self.sent = 0
+        self._failure = ""
         tls = ssl.create_default_context() if options.url.startswith("https:") else None
         headers = dict(options.headers) | {"content-type": PROTOBUF}
         if options.compressed:
@@ -198,7 +199,7 @@ class TraceExporter:
                 await self._export([self._pending.popleft() for _ in range(count)])
 
     async def _export(self, entries: list[KeptStory]) -> None:
-        why = "refused"
+        why, self._failure = "refused", ""
         try:
             body = await self._clock.offload(self._encode, entries)
             why = await self._post(body)
@@ -206,7 +207,7 @@ class TraceExporter:
             log.exception("spans were not exported")
         if why:
             if not self.dropped[why]:
-                fields = {"url": self._options.url, "reason": why}
+                fields = {"url": self._options.url, "reason": why, "answer": self._failure}
                 log.warning("a collector does not take spans", extra={"fields": fields})
             self.dropped[why] += len(entries)
         else:
@@ -240,9 +241,12 @@ class TraceExporter:
     async def _try_post(self, body: bytes) -> HttpAnswer | None:
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                return await self._client.send("POST", self._path, body)
-        except (OSError, TimeoutError):
+                answer = await self._client.send("POST", self._path, body)
+        except (OSError, TimeoutError) as error:
+            self._failure = str(error) or f"no answer within {self._options.timeout_s:g} s"
             return None
+        self._failure = f"HTTP {answer.status}"
+        return answer
 
     def close(self) -> None:
         """Close the connections to the collector."""
