@@ -36,7 +36,10 @@ def test_the_pod_monitor_finds_pods_of_graphs() -> None:
     (endpoint,) = spec["podMetricsEndpoints"]
     (main,) = pod["spec"]["containers"]
     assert endpoint["port"] in {port["name"] for port in main["ports"]}
-    known = {META + re.sub(r"\W", "_", name) for name in labels} | {"__meta_kubernetes_pod_name"}
+    known = {META + re.sub(r"\W", "_", name) for name in labels} | {
+        "__meta_kubernetes_pod_name",
+        "role",
+    }
     assert {name for row in endpoint["relabelings"] for name in row["sourceLabels"]} <= known
     assert {row["targetLabel"] for row in endpoint["relabelings"]} >= {"deployment", "component"}
 
