@@ -311,7 +311,7 @@ ROUTES = {
     "/router/report": "a report on these decisions; `?seconds=N` for the last N seconds",
     "/router/timeline": "every worker's cache and load over time; `?since=UNIX`, `?seconds=N`",
     "/router/view": "the timeline as a page, with the report where there is one",
-    "/": "browsers get to the console, or to a page with what is served; others a 404 with the routes",
+    "/": "browsers get to the console or a page of what is served; others a 404 with the routes",
     "/favicon.ico": "an icon for browsers",
 }
 
