@@ -149,6 +149,16 @@ async def test_failing_container_is_started_again(client: KubernetesClient) -> N
     assert status["restartCount"] >= 1
 
 
+async def test_output_of_a_failed_container_can_be_read_while_it_waits() -> None:
+    async with PodCluster(images=("python",), probe_s=0.05, backoff_s=300.0) as cluster:
+        client = KubernetesClient(cluster.server.url, cluster.token)
+        program = "import sys; print('wrong flag'); sys.exit(3)"
+        await client.create(f"{CORE}/pods", pod_of(program))
+        await until(client, lambda pod: "CrashLoopBackOff" in str(state(pod)))
+        assert cluster.kubelet.read_log(("default", "p"), {}) == b"wrong flag\n"
+        client.close()
+
+
 async def test_readiness_follows_the_probe_and_services_listen(
     cluster: PodCluster, client: KubernetesClient
 ) -> None:

@@ -284,7 +284,8 @@ class ObjectRequest:
                 skipped = lines[: len(lines) - int(query.get("tailLines", len(lines)))]
                 sent = sum(map(len, skipped))
                 response.start(200, response_type)
-            response.write(output[sent:])
+            if output[sent:]:  # an empty chunk would end the answer
+                response.write(output[sent:])
             sent = len(output)
             if query.get("follow") != "true":
                 response.end()

@@ -216,6 +216,8 @@ class Kubelet(Controller):
             if query.get("container") in (None, "", container.name):
                 restarts = container.restarts - (query.get("previous") == "true")
                 path = container.log(restarts)
+                if not path.exists():  # not started again yet: the last output
+                    path = container.log(restarts - 1)
                 return path.read_bytes() if path.exists() else b""
         raise ApiFailure(400, f"container {query.get('container')!r} of {key[1]} is not running")
 
