@@ -137,7 +137,7 @@ async def test_the_number_of_an_adapter_is_the_truth(cluster: GraphCluster) -> N
 
 POD = "spec.components[0].podTemplate.spec"
 WRONG = [
-    ({"image": 3}, {}, f"{POD}.containers[0].image: 3 is not of type"),
+    ({"image": 3}, {}, f"{POD}.containers[0].image: expected `str`, got `int`"),
     ({"imagee": "x"}, {}, f"{POD}.containers[0].imagee: strict decoding error: unknown field"),
     ({}, {"restartPolicy": "No"}, f'{POD}.restartPolicy: Unsupported value: "No": supported'),
     (
