@@ -27,7 +27,11 @@ REREAD_S: Final = 60.0
 """The service account's token and CA are read again so often, and when a token is refused."""
 PROXY_START_S: Final = 10.0
 MERGE_PATCH: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 JSON: Final = "application/json"
+NOT_FOUND: Final = 404
+CONFLICT: Final = 409
+INVALID: Final = 422
 OnLine = Callable[[bytes], None]
 
 
@@ -41,6 +45,19 @@ class ApiServerError(PlaneUnavailable):
         super().__init__(message, retry_after_s=retry_after_s)
         self.status = status
         self.details = details
+
+
+class AllowedStatuses:
+    """A block that ends without an error if the API server answers with one of `statuses`."""
+
+    def __init__(self, *statuses: int) -> None:
+        self._statuses = statuses
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, ApiServerError) and error.status in self._statuses
 
 
 class KubernetesLink:

@@ -14,7 +14,13 @@ from uuid import uuid4
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import MERGE_PATCH, ApiServerError, KubernetesLink
+from dynamo.communication.kubernetes.link import (
+    CONFLICT,
+    MERGE_PATCH,
+    NOT_FOUND,
+    AllowedStatuses,
+    KubernetesLink,
+)
 from dynamo.communication.kubernetes.live_records import ProcessIdentity, ProcessObject
 from dynamo.core.clock import Backoff
 from dynamo.core.errors import PlaneUnavailable, TooLarge, Unsupported
@@ -27,8 +33,6 @@ MAX_RETRY_S: Final = 1.0
 MAX_BYTES: Final = 1 << 20
 """Limit of the keys and encoded values of a process."""
 MAX_POD_NAME: Final = 230
-NOT_FOUND: Final = 404
-CONFLICT: Final = 409
 
 
 class PodIdentity(msgspec.Struct, frozen=True):
@@ -164,15 +168,12 @@ class OwnObject:
         changes |= dict.fromkeys(self._written.keys() - desired.keys())
         if not changes:
             return
-        try:
+        with AllowedStatuses(NOT_FOUND):
             await self._patch(changes)
-        except ApiServerError as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._lose()
-            await self._create(desired)
+            self._written = desired
             return
-        self._written = desired
+        self._lose()
+        await self._create(desired)
 
     async def _create(self, desired: dict[str, bytes]) -> None:
         """Create the object. An answer that was lost leaves one that exists."""
@@ -184,12 +185,11 @@ class OwnObject:
             "metadata": {"name": self.name, "labels": self._labels, "ownerReferences": [owner]},
             "spec": {"data": {"records": records, "process": self._identity}},
         }
-        try:
+        with AllowedStatuses(CONFLICT):
             self._remember(await self._link.request("POST", self._path, body))
-        except ApiServerError as error:
-            if error.status != CONFLICT:
-                raise
-            await self._patch(records)
+            self._written = desired
+            return
+        await self._patch(records)
         self._written = desired
 
     async def _patch(self, records: Mapping[str, str | None]) -> None:
@@ -229,11 +229,8 @@ class OwnObject:
 async def delete_object(link: KubernetesLink, path: str, name: str, uid: str) -> None:
     """Delete an object unless another one has taken its name. Raises `PlaneUnavailable`."""
     body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-    try:
+    with AllowedStatuses(NOT_FOUND, CONFLICT):
         await link.request("DELETE", f"{path}/{name}", body)
-    except ApiServerError as error:
-        if error.status not in (NOT_FOUND, CONFLICT):
-            raise
 
 
 def _encode(value: bytes) -> str:

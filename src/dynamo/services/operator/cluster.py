@@ -12,7 +12,15 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
+from dynamo.communication.kubernetes.link import (
+    CONFLICT,
+    INVALID,
+    JSON_PATCH,
+    MERGE_PATCH,
+    NOT_FOUND,
+    AllowedStatuses,
+    KubernetesLink,
+)
 from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
@@ -29,9 +37,6 @@ from dynamo.operations.operator.workloads import (
 
 Object = dict[str, Any]
 APPLY: Final = "application/apply-patch+yaml"
-JSON_PATCH: Final = "application/json-patch+json"
-MERGE_PATCH: Final = "application/merge-patch+json"
-NOT_FOUND, CONFLICT, INVALID = 404, 409, 422
 RBAC = "rbac.authorization.k8s.io/v1"
 PATHS: Final[Mapping[str, tuple[str, str]]] = {
     GRAPH: (f"{GROUP}/{BETA}", "dynamographdeployments"),
@@ -163,6 +168,10 @@ class ClusterView:
     def _served(self, version: str) -> str:
         return self._older.get(version, version)
 
+    def _path_of(self, kind: str, item: Mapping[str, Any]) -> str:
+        metadata = item["metadata"]
+        return f"{self._path(kind, metadata['namespace'])}/{metadata['name']}"
+
     def _path(self, kind: str, namespace: str) -> str:
         """Return the path of the objects of a kind, of all namespaces for ""."""
         version, plural = PATHS.get(kind) or UNFOLLOWED[kind]
@@ -207,14 +216,11 @@ class ClusterView:
 
     async def read(self, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object as it is now, None if there is none."""
-        try:
+        with AllowedStatuses(NOT_FOUND):
             body = await self._link.request("GET", f"{self._path(kind, namespace)}/{name}")
-        except ApiServerError as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
-        item: Object = msgspec.json.decode(body)
-        return item
+            item: Object = msgspec.json.decode(body)
+            return item
+        return None
 
     async def list(self, kind: str) -> list[Object]:
         """Return all objects of a kind in the cluster, as they are now."""
@@ -229,24 +235,16 @@ class ClusterView:
 
     async def patch_pod(self, pod: Mapping[str, Any], patch: Sequence[Any]) -> None:
         """Patch a pod. Nothing happens if it is gone, or another one has its name."""
-        metadata = pod["metadata"]
-        path = f"{self._path('Pod', metadata['namespace'])}/{metadata['name']}"
-        try:
-            await self._change("Pod", "PATCH", path, patch, JSON_PATCH)
-        except ApiServerError as error:
-            if error.status not in (NOT_FOUND, INVALID):
-                raise
+        with AllowedStatuses(NOT_FOUND, INVALID):
+            await self._change("Pod", self._path_of("Pod", pod), patch, JSON_PATCH)
 
     async def create(self, kind: str, item: Object) -> bool:
         """Create an object. False: there is one already."""
         path = self._path(kind, item["metadata"]["namespace"])
-        try:
+        with AllowedStatuses(CONFLICT):
             await self._send("POST", path, item)
-        except ApiServerError as error:
-            if error.status != CONFLICT:
-                raise
-            return False
-        return True
+            return True
+        return False
 
     async def apply(self, item: Object, live: Object | None) -> bool:
         """Apply an object if the live one lacks anything of it. Returns whether it was written."""
@@ -258,18 +256,16 @@ class ClusterView:
 
     async def dry_run(self, item: Object) -> None:
         """Let the API server check an object."""
-        metadata = item["metadata"]
-        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        path = self._path_of(item["kind"], item)
         query = {"fieldManager": OPERATOR, "force": "true", "dryRun": "All"}
         query["fieldValidation"] = "Strict"
         await self._link.request("PATCH", f"{path}?{urlencode(query)}", item, content_type=APPLY)
 
     async def apply_fields(self, item: Object, manager: str) -> None:
         """Apply an object, or some fields of an object that others own."""
-        metadata = item["metadata"]
-        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}"
+        path = self._path_of(item["kind"], item)
         query = urlencode({"fieldManager": manager, "force": "true"})
-        await self._change(item["kind"], "PATCH", f"{path}?{query}", item, APPLY)
+        await self._change(item["kind"], f"{path}?{query}", item, APPLY)
 
     async def scale(self, kind: str, namespace: str, name: str, replicas: int) -> None:
         """Order another number of replicas."""
@@ -282,46 +278,38 @@ class ClusterView:
         """Set annotations of an object. Nothing happens if there is none."""
         path = f"{self._path(kind, namespace)}/{name}?fieldManager={OPERATOR}"
         body = {"metadata": {"annotations": dict(texts)}}
-        try:
-            await self._change(kind, "PATCH", path, body, MERGE_PATCH)
-        except ApiServerError as error:
-            if error.status != NOT_FOUND:
-                raise
+        with AllowedStatuses(NOT_FOUND):
+            await self._change(kind, path, body, MERGE_PATCH)
 
     async def put_status(self, item: Object, status: Object) -> None:
         """Write the status of an object if it differs."""
         if item.get("status") == status:
             return
-        metadata = item["metadata"]
-        path = f"{self._path(item['kind'], metadata['namespace'])}/{metadata['name']}/status"
         patch = [
-            {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
+            {"op": "test", "path": "/metadata/uid", "value": item["metadata"]["uid"]},
             {"op": "add", "path": "/status", "value": status},
         ]
-        query = f"?fieldManager={OPERATOR}"
-        await self._change(item["kind"], "PATCH", path + query, patch, JSON_PATCH)
+        path = f"{self._path_of(item['kind'], item)}/status?fieldManager={OPERATOR}"
+        await self._change(item["kind"], path, patch, JSON_PATCH)
 
     async def delete(self, kind: str, item: Object) -> None:
         """Delete an object, with what it owns, unless another one has taken its name."""
         metadata = item["metadata"]
-        namespace, name = metadata["namespace"], metadata["name"]
+        key = f"{metadata['namespace']}/{metadata['name']}"
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": "Background",
             "preconditions": {"uid": metadata["uid"]},
         }
-        try:
-            await self._send("DELETE", f"{self._path(kind, namespace)}/{name}", body)
-        except ApiServerError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):
-                raise
-        self._written[kind, f"{namespace}/{name}"] = None
-        self._put(kind, f"{namespace}/{name}", None)
+        with AllowedStatuses(NOT_FOUND, CONFLICT):
+            await self._send("DELETE", self._path_of(kind, item), body)
+        self._written[kind, key] = None
+        self._put(kind, key, None)
 
-    async def _change(self, kind: str, method: str, path: str, body: Any, form: str) -> None:
-        """Write an object of a kind that is followed, and take its new state from the answer."""
-        data = await self._send(method, path, body, form)
+    async def _change(self, kind: str, path: str, body: Any, form: str) -> None:
+        """Patch an object of a kind that is followed, and take its new state from the answer."""
+        data = await self._send("PATCH", path, body, form)
         item = decode_object(data, kind, "")
         metadata = item["metadata"]
         where = (kind, f"{metadata['namespace']}/{metadata['name']}")

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import KubernetesLink
+from dynamo.communication.kubernetes.link import MERGE_PATCH, KubernetesLink
 from dynamo.core.clock import Clock
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
@@ -18,6 +18,9 @@ from dynamo.operations.operator.status import time_text
 
 log = logging.getLogger(__name__)
 KNOWN_EVENTS = 1000
+WARNINGS = frozenset(
+    {"Invalid", "ReferenceMissing", "RolloutStuck", "TwoManagers", "insufficient_capacity"}
+)
 
 
 class KnownEvent(msgspec.Struct):
@@ -71,13 +74,6 @@ class EventRecorder:
         self, graph: Any, reason: str, message: str, known: KnownEvent, now: str
     ) -> None:
         metadata = graph["metadata"]
-        bad = {
-            "Invalid",
-            "ReferenceMissing",
-            "RolloutStuck",
-            "TwoManagers",
-            "insufficient_capacity",
-        }
         body = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -91,7 +87,7 @@ class EventRecorder:
             },
             "reason": reason,
             "message": message,
-            "type": "Warning" if reason in bad else "Normal",
+            "type": "Warning" if reason in WARNINGS else "Normal",
             "source": {"component": OPERATOR},
             "firstTimestamp": known.first,
             "lastTimestamp": now,
@@ -102,10 +98,7 @@ class EventRecorder:
             if known.count == 1:
                 await self._link.request("POST", path, body)
             else:
-                body = {"count": known.count, "lastTimestamp": now}
-                await self._link.request(
-                    "PATCH", f"{path}/{known.name}", body,
-                    content_type="application/merge-patch+json",
-                )  # fmt: skip
+                path, body = f"{path}/{known.name}", {"count": known.count, "lastTimestamp": now}
+                await self._link.request("PATCH", path, body, content_type=MERGE_PATCH)
         except PlaneUnavailable as error:
             log.debug("event not written", extra={"fields": {"error": error.message}})

@@ -11,7 +11,12 @@ from typing import Any
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
+from dynamo.communication.kubernetes.link import (
+    CONFLICT,
+    NOT_FOUND,
+    AllowedStatuses,
+    KubernetesLink,
+)
 from dynamo.core.clock import Clock
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import wait_at_most
@@ -43,6 +48,7 @@ class LeaderLease:
     ) -> None:
         self._link = link
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._path = f"{self._collection}/{NAME}"
         self._identity = identity
         self._clock = clock
         self._times = times
@@ -82,14 +88,10 @@ class LeaderLease:
         """Renew the Lease, or take it if it is free or has ended."""
         now = self._clock.now()
         if self.acquired.is_set():
-            try:
-                await self._write("PUT", f"{self._collection}/{NAME}", now)
-            except ApiServerError as error:
-                if error.status not in (404, 409):
-                    raise
-                self._version = ""  # somebody else has written it
-            else:
+            with AllowedStatuses(NOT_FOUND, CONFLICT):
+                await self._write("PUT", self._path, now)
                 return
+            self._version = ""  # somebody else has written it
         lease = await self._read()
         if lease is None:
             await self._take("POST", self._collection, now)
@@ -105,27 +107,21 @@ class LeaderLease:
             if now < ends:
                 return
         self._transitions = (spec.get("leaseTransitions") or 0) + (holder != self._identity)
-        await self._take("PUT", f"{self._collection}/{NAME}", now)
+        await self._take("PUT", self._path, now)
 
     async def _take(self, method: str, path: str, now: float) -> None:
-        try:
+        # NOT_FOUND of a POST: the namespace is not there
+        with AllowedStatuses(CONFLICT, *((NOT_FOUND,) if method == "PUT" else ())):
             await self._write(method, path, now)
-        except ApiServerError as error:
-            if error.status != 409 and (error.status != 404 or method == "POST"):
-                raise  # 404 of a POST: the namespace is not there
-            return
-        self.lost.clear()
-        self.acquired.set()
+            self.lost.clear()
+            self.acquired.set()
 
     async def _read(self) -> Mapping[str, Any] | None:
-        try:
-            body = await self._link.request("GET", f"{self._collection}/{NAME}")
-        except ApiServerError as error:
-            if error.status == 404:
-                return None
-            raise
-        lease: Mapping[str, Any] = msgspec.json.decode(body)
-        return lease
+        with AllowedStatuses(NOT_FOUND):
+            body = await self._link.request("GET", self._path)
+            lease: Mapping[str, Any] = msgspec.json.decode(body)
+            return lease
+        return None
 
     async def _write(self, method: str, path: str, now: float, holder: str | None = None) -> None:
         """Write the Lease. The time of a renewal is that of the request, not of the answer."""
@@ -152,9 +148,8 @@ class LeaderLease:
         if not self.is_held:
             return
         self.acquired.clear()
-        path = f"{self._collection}/{NAME}"
         try:
-            await wait_at_most(self._write("PUT", path, -1e9, holder=""), self._times.retry_s)
+            await wait_at_most(self._write("PUT", self._path, -1e9, holder=""), self._times.retry_s)
         except PlaneUnavailable as error:
             log.debug("lease", extra={"fields": {"error": error.message}})
         self._renewed = -1e9

@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
+from dynamo.communication.kubernetes.link import INVALID, ApiServerError, KubernetesLink
 from dynamo.core.clock import Backoff, Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks, run_all
@@ -28,7 +28,7 @@ from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
 from dynamo.operations.operator.view import Desired, Observed
 from dynamo.operations.operator.workloads import DEPLOYMENT
-from dynamo.services.operator.cluster import INVALID, ClusterView, Object, Owner
+from dynamo.services.operator.cluster import ClusterView, Object, Owner
 from dynamo.services.operator.events import EventRecorder
 from dynamo.services.operator.gang_gates import GangGates
 from dynamo.services.operator.pod_load import ReadLoad, read_pod_load

@@ -13,7 +13,12 @@ from typing import Any, Self
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink, open_link
+from dynamo.communication.kubernetes.link import (
+    NOT_FOUND,
+    ApiServerError,
+    KubernetesLink,
+    open_link,
+)
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
@@ -91,7 +96,7 @@ async def check_cluster(link: KubernetesLink) -> None:
         try:
             item: Any = msgspec.json.decode(await link.request("GET", path))
         except ApiServerError as error:
-            if error.status != 404:
+            if error.status != NOT_FOUND:
                 raise
             raise ConfigError(
                 f"the cluster has no kind {name}",
