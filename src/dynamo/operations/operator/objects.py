@@ -11,7 +11,6 @@ from dynamo.operations.operator.kinds import (
     BETA,
     GROUP,
     METADATA,
-    AdapterSpec,
     ComponentSpec,
     GraphSpec,
 )
@@ -179,8 +178,3 @@ def adapter(graph: GraphKey, component: ComponentSpec) -> Object:
         "metadata": graph.metadata(object_name(graph.name, component.name), labels),
         "spec": {"dgdRef": reference, "replicas": component.replicas},
     }
-
-
-def adapted_component(spec: AdapterSpec) -> str:
-    """Return the name of the component that an adapter scales."""
-    return spec.dgd_ref.component_name or spec.dgd_ref.service_name or ""
