@@ -32,15 +32,14 @@ def explain_refusal(topology: Topology, gang: Gang) -> Sequence[str]:
     """Return what each allowed domain lacks for a gang that was not placed."""
     search = PlaceSearch(topology, gang, frozenset())
     lines = [f"{gang.name}: waits, no domain takes all of its pods"]
-    known = set(topology.resources)
     lines += [
         f"  no node has {name}, which {group.name} needs"
         for group in gang.groups
-        for name in sorted(set(group.request) - known)
+        for name in sorted(group.request.keys() - topology.resources.keys())
     ]
     if len(lines) > 1:
         return lines
-    for level in search.levels():
+    for level in gang.allowed_levels(topology):
         domains = sorted(topology.domains[level], key=lambda domain: -domain.free[search.scarce])
         lines += [f"  {domain_lack(topology, search, domain)}" for domain in domains[:MOST_DOMAINS]]
         if len(domains) > MOST_DOMAINS:
@@ -50,7 +49,7 @@ def explain_refusal(topology: Topology, gang: Gang) -> Sequence[str]:
 
 def domain_lack(topology: Topology, search: PlaceSearch, domain: Domain) -> str:
     """Return such as `rack r2 lacks 4 nvidia.com/gpu`."""
-    names = {number: name for name, number in topology.resources.items()}
+    names = list(topology.resources)
     lacks = [
         f"{format_quantity(amount - domain.free[number])} {names[number]}"
         for number, amount in search.needed
@@ -68,13 +67,13 @@ def domain_lack(topology: Topology, search: PlaceSearch, domain: Domain) -> str:
     )
 
 
-def _rows_without_host(search: PlaceSearch, domain: Domain, names: dict[int, str]) -> Iterator[str]:
+def _rows_without_host(search: PlaceSearch, domain: Domain, names: Sequence[str]) -> Iterator[str]:
     for row in search.rows:
         if not any(row.fits(host) for host in domain.hosts):
             yield f"no host takes a pod of {row.group} ({_request_text(row, names)})"
 
 
-def _request_text(row: PodRow, names: dict[int, str]) -> str:
+def _request_text(row: PodRow, names: Sequence[str]) -> str:
     texts = [
         f"{format_quantity(amount)} {names[number]}"
         for number, amount in row.amounts

@@ -9,7 +9,7 @@ one chosen to fit. A pod goes to the host with the least room that takes it, lar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -41,6 +41,13 @@ class Gang(msgspec.Struct, frozen=True):
     required: str = CLUSTER
     priority: int = 0
     after: str = ""
+
+    def allowed_levels(self, topology: Topology) -> Iterator[str]:
+        """Yield the levels from the preferred one to the required one."""
+        levels = topology.levels
+        last = levels.index(self.required)
+        preferred = levels[-2] if self.preferred is None else self.preferred
+        return reversed(levels[last : max(levels.index(preferred), last) + 1])
 
 
 class PlacedPod(msgspec.Struct, frozen=True):
@@ -118,7 +125,7 @@ def place(
     search = PlaceSearch(topology, gang, barred)
     if not search.possible:
         return None
-    for level in search.levels():
+    for level in gang.allowed_levels(topology):
         if (domain := search.best_domain(level)) is not None:
             search.fill(domain)
             return search.result()
@@ -159,14 +166,6 @@ class PlaceSearch:
     def _order(self, row: PodRow) -> tuple[bool, int]:
         """Rows that must be together come first, then large pods."""
         return not row.level, -dict(row.amounts).get(self.scarce, 0)
-
-    def levels(self) -> Iterator[str]:
-        """Yield the levels from the preferred one to the required one."""
-        levels = self.topology.levels
-        preferred = levels[-2] if self.gang.preferred is None else self.gang.preferred
-        last = levels.index(self.gang.required)
-        first = max(levels.index(preferred), last)
-        yield from (levels[number] for number in range(first, last - 1, -1))
 
     def best_domain(self, level: str) -> Domain | None:
         """Return the domain of a level that is to take the gang, None without one."""
@@ -281,16 +280,10 @@ class PlaceSearch:
 
     def result(self) -> PlacedGang:
         """Return the place of the pods."""
-        hosts = [host for host, _, _ in self.moves]
-        domain = common_domain(hosts) or self.topology.root
+        domain = self.topology.root
+        if self.moves:
+            hosts = {host.name: host for host, _, _ in self.moves}.values()
+            around, *others = (list(host.ancestors()) for host in hosts)
+            domain = next(each for each in around if all(each in other for other in others))
         pods = [PlacedPod(group, host.name) for host, _, group in self.moves]
         return PlacedGang(self.gang, pods, domain.level, domain.name)
-
-
-def common_domain(hosts: Iterable[Domain]) -> Domain | None:
-    """Return the narrowest domain with all these hosts; None without hosts."""
-    common: list[Domain] | None = None
-    for host in hosts:
-        around = list(host.ancestors())
-        common = around if common is None else [domain for domain in common if domain in around]
-    return common[0] if common else None

@@ -129,13 +129,10 @@ def best_reservation(
     topology: Topology, gang: Gang, barred: frozenset[str] = frozenset()
 ) -> Domain | None:
     """Return the narrowest allowed domain that could take a gang, with the most free room."""
-    levels = topology.levels
-    preferred = levels[-2] if gang.preferred is None else gang.preferred
-    last = levels.index(gang.required)
-    for number in range(max(levels.index(preferred), last), last - 1, -1):
+    for level in gang.allowed_levels(topology):
         able = [
             domain
-            for domain in topology.domains[levels[number]]
+            for domain in topology.domains[level]
             if not any(host.name in barred for host in domain.hosts)
             and could_take(topology, gang, domain)
         ]

@@ -109,12 +109,12 @@ class Topology:
         """Take a node that is lost out of all domains."""
         host = self.hosts.pop(name)
         del self.nodes[name]
-        free, capacity = list(host.free), list(host.capacity)
+        self.take(host, list(enumerate(host.free)))
+        capacity = list(host.capacity)
         for domain in host.ancestors():
             domain.hosts.remove(host)
-            for number in range(len(free)):
-                domain.free[number] -= free[number]
-                domain.capacity[number] -= capacity[number]
+            for number, amount in enumerate(capacity):
+                domain.capacity[number] -= amount
         self.domains[HOST].remove(host)
         if host.parent is not None:
             host.parent.children.remove(host)
