@@ -7,17 +7,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import pytest
 from tests.support.kubernetes import MERGE, KubernetesClient, account_environment
 
 from dynamo.communication.kubernetes import reflector
 from dynamo.communication.kubernetes.link import KubernetesLink, open_link
-from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector, as_mapping
+from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.testing.kubernetes.server import ApiServer
 
 MAPS = "/api/v1/namespaces/default/configmaps"
+
+
+def as_mapping(_: Metadata, data: bytes) -> Any:
+    return msgspec.json.decode(data)
 
 
 @pytest.fixture
@@ -216,7 +221,7 @@ async def test_an_object_that_turns_invalid_keeps_its_value(
     def decode(metadata: Metadata, data: bytes) -> Any:
         value = as_mapping(metadata, data)
         if value["data"]["at"] == "wrong":
-            raise reflector.msgspec.DecodeError("wrong")
+            raise msgspec.DecodeError("wrong")
         return value
 
     await put(client, "a", at="1")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Final, Generic, NoReturn, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -188,20 +188,26 @@ class Reflector(Generic[T]):
 
     async def _is_older(self) -> bool:
         """Return whether the server is at an older version than this process has seen."""
-        query = self._query | {"limit": "1"}
-        page = _decode_page(await self._link.request("GET", f"{self.path}?{urlencode(query)}"))
+        page = await self._read_page({"limit": "1"})
         return int(page.metadata.resource_version) < self._version
 
     async def _list(self) -> tuple[int, list[msgspec.Raw]]:
         """Return the version of a list and its items, read in pages."""
-        query = self._query | {"limit": str(PAGE_OBJECTS)}
+        query = {"limit": str(PAGE_OBJECTS)}
         items: list[msgspec.Raw] = []
         while True:
-            page = _decode_page(await self._link.request("GET", f"{self.path}?{urlencode(query)}"))
+            page = await self._read_page(query)
             items += page.items
             if not page.metadata.continue_:
                 return int(page.metadata.resource_version), items
             query["continue"] = page.metadata.continue_
+
+    async def _read_page(self, query: Mapping[str, str]) -> _Page:
+        path = f"{self.path}?{urlencode({**self._query, **query})}"
+        try:
+            return _page(await self._link.request("GET", path))
+        except DECODE_ERRORS as error:
+            raise PlaneUnavailable(f"Kubernetes sent a list that is none: {error}") from None
 
     def _apply_list(self, version: int, items: Sequence[msgspec.Raw], *, replaces: bool) -> None:
         """Apply the differences to a list. `replaces`: whatever their versions are, since
@@ -274,9 +280,8 @@ class Reflector(Generic[T]):
             return
         before = self.objects.get(key)
         self.objects[key] = value
-        if value == before:
-            return
-        self._pending.append(ObjectChange(key, value, before))
+        if value != before:
+            self._pending.append(ObjectChange(key, value, before))
 
     def _remove(self, key: str) -> None:
         self._versions.pop(key, None)
@@ -295,17 +300,3 @@ class Reflector(Generic[T]):
 
 def _key(metadata: Metadata) -> str:
     return f"{metadata.namespace}/{metadata.name}"
-
-
-def _decode_page(body: bytes) -> _Page:
-    try:
-        return _page(body)
-    except DECODE_ERRORS as error:
-        raise PlaneUnavailable(f"Kubernetes sent a list that is none: {error}") from None
-
-
-def as_mapping(metadata: Metadata, data: bytes) -> Mapping[str, Any]:
-    """Decode a whole object, for followers that want all of it."""
-    del metadata
-    value: Mapping[str, Any] = msgspec.json.decode(data)
-    return value
