@@ -120,6 +120,17 @@ def hang(store: ModelStore) -> None:
     store.server._send_piece = send  # type: ignore[method-assign]
 
 
+def delay(store: ModelStore) -> None:
+    """Let the store take 0.3 s for each piece."""
+    send_at_once = store.server._send_piece
+
+    async def send(query: FileQuery, outgoing: ResponseWriter) -> None:
+        await asyncio.sleep(0.3)
+        await send_at_once(query, outgoing)
+
+    store.server._send_piece = send  # type: ignore[method-assign]
+
+
 def die(store: ModelStore) -> None:
     async def send(query: FileQuery, outgoing: ResponseWriter) -> None:
         outgoing.send(b"x")
@@ -135,7 +146,7 @@ async def test_each_bad_peer_is_named_and_left_out(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo.services.model_store.scheduler.HANG_S", 2.0)
+    monkeypatch.setattr("dynamo.services.model_store.scheduler.HANG_S", 1.0)
     (source_folder / "model-2.safetensors").write_bytes(weights * 4)
     spec = folder_spec(source_folder)
     names = ("sound", "damaged", "hanging", "dying")
@@ -143,6 +154,7 @@ async def test_each_bad_peer_is_named_and_left_out(
     model = await fetch_model(peers["sound"], spec)
     for name in names[1:]:
         await peers[name].offer_model(spec, model)
+    delay(peers["sound"])  # the reader needs more than HANG_S
     damage(peers["damaged"])
     hang(peers["hanging"])
     die(peers["dying"])
