@@ -90,7 +90,7 @@ async def test_a_person_looks_at_a_deployment(tiny_model: Path, tmp_path: Path) 
             assert f"http-{cluster.port}" in shown
             assert "ready" in shown
             assert ENTER_MODE in terminal.output
-            await terminal.wait_for(lambda text: "SLOW AND FAILED" in text)
+            await terminal.wait_for(lambda text: "SLOWEST AND FAILED" in text)
             terminal.press("?")
             await terminal.wait_for(lambda text: "the last log lines of the worker" in text)
             terminal.press("q/worker-2\r")

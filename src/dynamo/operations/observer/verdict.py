@@ -60,7 +60,7 @@ def judge(
                 f"ended with {story.end} after {total_s:.3g} s", (_end_cause(story),)
             )
         if not typical.knows(story.model):
-            text = f"there were too few requests to know what is usual: {total_s:.3g} s"
+            text = f"took {total_s:.3g} s; there were too few requests to know what is usual"
             return RequestVerdict(text)
         return RequestVerdict(f"nothing took longer than usual: {total_s:.3g} s")
     shown = "; ".join(f"{_of(cause, total_s)} {cause.text}" for cause in causes[:3])

@@ -195,7 +195,7 @@ def _main_page(state: TopState, view: View, width: int, height: int) -> list[Lin
         lines.append(Line("no worker has this name" if view.filter else "no worker serves", "dim"))
     if not requests:
         return lines
-    lines += [Line(""), Line("SLOW AND FAILED REQUESTS OF THE LAST 5 MINUTES", "head")]
+    lines += [Line(""), Line("SLOWEST AND FAILED REQUESTS OF THE LAST 5 MINUTES", "head")]
     first = max(0, view.cursor - len(workers) - slow_rows + 3)
     for number, request in enumerate(requests[first : first + slow_rows - 2], first):
         at = time.strftime("%H:%M:%S", time.localtime(request["at"]))
