@@ -15,7 +15,7 @@ MANAGER = "dynamo-python"
 """The value of both labels. Helm writes its own name into the first one."""
 LABELS = {MANAGED_BY: MANAGER, PART_OF: MANAGER}
 DROPPED_KEYS = {"title", "$ref", "anyOf", "default"}
-INT_OR_STRING = "x-kubernetes-int-or-string"
+UNTYPED = "x-kubernetes-preserve-unknown-fields"
 
 
 def custom_resources() -> Sequence[Mapping[str, Any]]:
@@ -92,7 +92,7 @@ def _inline(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, An
     if reference := schema.get("$ref"):
         result = _inline(parts[reference], parts) | result
     choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
-    if choices and not result.get(INT_OR_STRING):
+    if choices and not result.get(UNTYPED):
         result |= _inline(choices[0], parts)
     if default := schema.get("default"):  # of None and of empty values nothing is to be filled in
         result["default"] = default

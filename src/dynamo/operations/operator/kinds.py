@@ -37,8 +37,10 @@ Open = Annotated[dict[str, Any], Meta(extra_json_schema=OPEN)]
 Count = Annotated[int, Meta(ge=0, le=100_000)]
 Quantity = Annotated[
     int | str,
-    Meta(extra_json_schema={"x-kubernetes-int-or-string": True, "pattern": f"^{PATTERN}$"}),
+    Meta(extra_json_schema={**OPEN, "pattern": f"^{PATTERN}$"}),
 ]
+"""Without x-kubernetes-int-or-string: Kubernetes 1.20 applies kinds that have it by whole lists,
+not by their fields."""
 Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 ComponentName = Annotated[str, Meta(pattern=NAME, min_length=1, max_length=63)]
 
@@ -175,7 +177,7 @@ class GraphSpec(Struct, frozen=True, rename="camel", kw_only=True):
     experimental: Open | None = None
 
 
-class Condition(Struct, rename="camel"):
+class Condition(Struct, rename="camel", omit_defaults=True):
     """A condition of Kubernetes."""
 
     type: Annotated[str, Meta(max_length=316)]
