@@ -142,6 +142,7 @@ class GraphPods:
         self._client = client
         self.namespace = namespace
         self._core = f"/api/v1/namespaces/{namespace}"
+        self._addresses: dict[str, str] = {}  # pods of one address are one endpoint of a slice
 
     async def create(self) -> None:
         """Create the kinds, the namespace and the Service."""
@@ -171,7 +172,8 @@ class GraphPods:
     async def set_ready(self, name: str, *, ready: bool) -> None:
         """Change the readiness of a pod, and return once its slice has it."""
         conditions = [{"type": "Ready", "status": str(ready)}]
-        status = {"phase": "Running", "podIP": "10.1.0.1", "conditions": conditions}
+        address = self._addresses.setdefault(name, f"10.1.0.{len(self._addresses) + 1}")
+        status = {"phase": "Running", "podIP": address, "conditions": conditions}
         path = f"{self._core}/pods/{name}/status"
         done, answer = await self._client.send("PATCH", path, {"status": status}, STRATEGIC)
         assert done == 200, answer
