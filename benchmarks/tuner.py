@@ -7,7 +7,8 @@ TRACES is a folder with sharegpt300_llama-3.1-8b_blk16.jsonl, mooncake_conversat
 azure2023_conv.csv. The search begins with 16 sequences and 512 tokens a step. Its advice is compared
 with the best of all 36 pairs of sizes, by cost. The cost is the mean time of a request, times 1 + 10 x
 the share of broken promises. A round lets one of 8 workers have other settings for 5 minutes of a
-replay. Settings are good, of a search whose timing is wrong by 2, bad, or change nothing.
+replay. Settings are good, of a search whose timing is wrong by 2 (half or twice), bad, or change
+nothing.
 """
 
 from __future__ import annotations
@@ -214,10 +215,16 @@ def periods(case: Case, count: int) -> Iterator[list[TraceConversation]]:
 def measure_rounds(name: str, case: Case, count: int) -> None:
     """Print what becomes of good, wrong and bad advice, and of settings that change nothing."""
     live = replace(case, workers=ROUND_WORKERS, mode="round_robin")
-    _, wrong = search(case, scale=0.5)
+    wrong = {scale: search(case, scale)[1] for scale in (0.5, 2.0)}
     advice = {
         "good": (START, GOOD),
-        "timing wrong by 2": (START, {**START, **(wrong[0].after if wrong else {})}),
+        **{
+            f"timing times {scale:g}": (
+                START,
+                {**START, **(recommended[0].after if recommended else {})},
+            )
+            for scale, recommended in wrong.items()
+        },
         "planted: 1 sequence": (GOOD, {**GOOD, "engine.max_num_seqs": 1}),
         "planted: 16 sequences": (GOOD, {**GOOD, "engine.max_num_seqs": 16}),
         "without effect": (GOOD, {**GOOD, "engine.max_num_seqs": 255}),
