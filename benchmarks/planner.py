@@ -115,12 +115,24 @@ def servegen(name: str, first: int, rate: float) -> Callable[[Path], list[Arriva
     return make
 
 
+def jump(_: Path) -> list[Arrival]:
+    """8 requests a second for an hour, then 24 for an hour."""
+    rng, arrivals, now = np.random.default_rng(5), list[Arrival](), 0.0
+    while now < 7200:
+        now += rng.exponential(1 / (8.0 if now < 3600 else 24.0))
+        prompt, answer = rng.lognormal(math.log(900), 0.8), rng.lognormal(math.log(250), 0.6)
+        lengths = int(np.clip(prompt, 16, 30_000)), int(np.clip(answer, 2, 4000))
+        arrivals.append((now, *lengths))
+    return arrivals
+
+
 ARRIVALS: dict[str, Callable[[Path], list[Arrival]]] = {
     "azure": azure,
     "mooncake": mooncake,
     "m-large": servegen("m-large", 60, 50.0),
     "m-mid": servegen("m-mid", 30, 40.0),
     "m-small": servegen("m-small", 40, 45.0),
+    "jump": jump,
 }
 
 

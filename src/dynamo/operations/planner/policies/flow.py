@@ -30,7 +30,7 @@ RATIOS = 400
 MIN_HOLD_S = 60.0
 MIN_CLEAR_S = 30.0
 """A queue is to be worked off in this time, or in that of a start."""
-QUEUED_SHARE = 0.5
+QUEUED_SHARE = 0.1
 """Queues count once they take this part of the promised time to the first token."""
 PEAK_SHARE = 1.3
 """Headroom above the largest size that the record needed is given only to forecasts and queues."""
