@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dynamo.operations.planner.planner import ScalePlanner
 from dynamo.operations.planner.simulation import TAIL_S, Trial, play, play_static, with_size
 
-ETAS = [number / 100 for number in range(95, 45, -5)]
+ETAS = [number / 100 for number in range(95, 40, -5)]
 ALLOWED = 0.01
 """The share of promises that may be broken beyond those that many workers break, too."""
 MIN_RECORD_S = 900.0
