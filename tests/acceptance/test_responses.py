@@ -96,6 +96,7 @@ def test_ids_are_known_to_all_frontends_and_after_a_restart(
     name = f"responses-{tmp_path.name}"
     arguments = ("out=mock", tiny_model, "--speedup-ratio", "1000", "--deployment", name)
     deployment = start(*arguments, "--http-workers", "2")
+    until(lambda: {deployment.get("/health")[0] for _ in range(10)} == {200})  # both frontends
     with open_client(deployment.port) as client:
         parsed = client.responses.parse(model="default", input="Paris?", text_format=Weather)
         assert parsed.output_parsed is not None

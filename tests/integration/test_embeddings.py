@@ -80,8 +80,12 @@ def test_a_graph_serves_both_kinds_and_survives_a_killed_worker(
     until(lambda: serve.post("/v1/embeddings", {"input": "the fox"})[0] == 200)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
     until(lambda: serve.post("/v1/completions", body)[0] == 200)
-    workers = [p for p in serve.processes() if p["name"].startswith("EmbeddingWorker")]
-    assert len(workers) == 2
+
+    def embedding_workers() -> list[dict[str, Any]]:
+        return [p for p in serve.processes() if p["name"].startswith("EmbeddingWorker")]
+
+    until(lambda: [p["state"] for p in embedding_workers()] == ["ready", "ready"])
+    workers = embedding_workers()
     os.kill(workers[0]["pid"], signal.SIGKILL)
     answers = [serve.post("/v1/embeddings", {"input": "the fox"}) for _ in range(20)]
     assert [status for status, _ in answers] == [200] * 20

@@ -122,6 +122,7 @@ def load_on_demand(deployment: Deployment, model: Path) -> None:
             answers = pool.map(lambda _: ask(deployment, "rare")[0], range(8))
             assert set(answers) == {200}
         until(lambda: models(deployment)["rare"] == ([], "unloaded", 0))
+        until(lambda: ask(deployment, "", "/v1/models/rare")[1]["status"]["value"] == "unloaded")
     body = {"model": "rare", "input": "a dog", "background": True, "max_output_tokens": 4}
     response = ask(deployment, "", "/v1/responses", body)[1]
     path = f"/v1/responses/{response['id']}"
