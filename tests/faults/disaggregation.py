@@ -220,6 +220,11 @@ async def roles_changed(cluster: Cluster) -> str:
     new: list[Answer] = []
 
     async def inject() -> None:
+        nonlocal record  # the one that answers most: new prompts may all go to one of them
+        workers = cluster.ready("decode_worker")
+        record = max(
+            workers, key=lambda each: cluster.metrics(each)["dynamo_worker_running_requests"]
+        )
         await cluster.command("roles", record.name, "prefill")
         new.extend(await cluster.ask_all(range(6), 20))
 
