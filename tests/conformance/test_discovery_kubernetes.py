@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from tests.support.control_plane import ASSETS, TOKEN, ControlPlane
+from tests.support.control_plane import TOKEN
 from tests.support.kubernetes import GraphPods, KubernetesClient, account_environment
 
 from dynamo.communication.discovery import Discovery, open_discovery
-from dynamo.testing.kubernetes.cluster import Cluster
 from dynamo_conformance.discovery import DiscoveryConformance, JoinDiscovery
 
 _namespaces = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane | None]:
-    """A real API server if its binaries are there."""
-    if not ASSETS:
-        yield None
-        return
-    with ControlPlane(tmp_path_factory.mktemp("control-plane")) as plane:
-        yield plane
 
 
 class TestKubernetes(DiscoveryConformance):
     @pytest.fixture
     async def join(
         self,
-        control_plane: ControlPlane | None,
+        api_server: tuple[str, bytes],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> AsyncIterator[JoinDiscovery]:
+        url, ca = api_server
         async with AsyncExitStack() as stack:
-            if control_plane is None:
-                url, ca = (await stack.enter_async_context(Cluster())).server.url, b""
-            else:
-                url, ca = control_plane.url, control_plane.ca
             client = KubernetesClient(url, TOKEN, ca)
             stack.callback(client.close)
             pods = GraphPods(client, f"lab-{next(_namespaces)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.control_plane import ASSETS, TOKEN, ControlPlane
+from tests.support.control_plane import TOKEN
 from tests.support.kubernetes import (
     APPLY,
     MERGE,
@@ -26,7 +26,6 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.crds import custom_resources
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.services.operator.loop import OperatorLoop
-from dynamo.testing.kubernetes.cluster import Cluster
 
 PENDING_S = 60.0
 QUIET_S = 2.0
@@ -142,23 +141,10 @@ def count_writes(link: KubernetesLink, writes: list[str]) -> KubernetesLink:
     return link
 
 
-@pytest.fixture(scope="module")
-def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane | None]:
-    """A real API server if its binaries are there."""
-    if not ASSETS:
-        yield None
-        return
-    with ControlPlane(tmp_path_factory.mktemp("control-plane")) as plane:
-        yield plane
-
-
 @pytest.fixture
-async def graphs(control_plane: ControlPlane | None, tmp_path: Path) -> AsyncIterator[Graphs]:
+async def graphs(api_server: tuple[str, bytes], tmp_path: Path) -> AsyncIterator[Graphs]:
+    url, ca = api_server
     async with AsyncExitStack() as stack:
-        if control_plane is None:
-            url, ca = (await stack.enter_async_context(Cluster())).server.url, b""
-        else:
-            url, ca = control_plane.url, control_plane.ca
         client = KubernetesClient(url, TOKEN, ca)
         stack.callback(client.close)
         graphs = Graphs(client, account_environment(url, TOKEN, tmp_path / "account", ca))
