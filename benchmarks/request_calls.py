@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -209,8 +210,8 @@ def settings_of(arguments: argparse.Namespace, state: str) -> Settings:
     )
 
 
-async def count(frontend: Frontend, requests: int) -> Counter[str]:
-    """Count the calls by function for sequential requests."""
+async def count(frontend: Frontend, requests: int, publish: Callable[[], None]) -> Counter[str]:
+    """Count the calls by function for sequential requests, and for `publish` of their stories."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -223,10 +224,12 @@ async def count(frontend: Frontend, requests: int) -> Counter[str]:
             calls[f"{'/'.join(Path(code.co_filename).parts[-2:])} {code.co_qualname}"] += 1
 
     pending = [[frontend.request()] for _ in range(requests)]
+    publish()  # the stories of earlier requests
     sys.setprofile(note)
     try:
         for request in pending:
             await frontend.serve(frontend.clients[:1], request)
+        publish()
     finally:
         sys.setprofile(None)
     return calls
@@ -264,10 +267,9 @@ async def measure(frontend: Frontend) -> float:
 
 
 async def open_listeners(
-    runtime: DistributedRuntime, routing: ProcessRouting, stack: AsyncExitStack, record: str
+    runtime: DistributedRuntime, publisher: StoryPublisher, stack: AsyncExitStack, record: str
 ) -> list[StoryListener]:
     """Publish the stories of requests, and record them below the folder `record` if it is set."""
-    publisher = StoryPublisher(runtime, routing.sample)
     await publisher.start()
     if not record:
         return [publisher.add]
@@ -291,7 +293,9 @@ async def main(arguments: argparse.Namespace) -> None:
         gateway = Gateway()
         application = Application(settings.server, gateway, runtime.clock, runtime.metrics)
         routing = ProcessRouting(runtime)
-        listeners = await open_listeners(runtime, routing, stack, state if arguments.record else "")
+        publisher = StoryPublisher(runtime, routing.sample)
+        record = state if arguments.record else ""
+        listeners = await open_listeners(runtime, publisher, stack, record)
         application.generation.stories = Stories(listeners, runtime.clock.wall)
         ModelWatcher(runtime, gateway, routing).start()
         while not runtime.health.healthy:
@@ -311,7 +315,7 @@ async def main(arguments: argparse.Namespace) -> None:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready
         await measure(frontend)
-        calls = await count(frontend, arguments.requests)
+        calls = await count(frontend, arguments.requests, publisher.publish)
         own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))
         print(f"{own / arguments.requests:.0f} calls per request")
         print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
