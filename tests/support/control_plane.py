@@ -20,10 +20,12 @@ START_S = 60.0
 
 class ControlPlane:
     """etcd, kube-apiserver, and kube-controller-manager where it is there, used with `with`. No
-    kubelet runs: a test gives pods their status. `ca` is the PEM of the server's certificate."""
+    kubelet runs: a test gives pods their status. `ca` is the PEM of the server's certificate.
+    `with_scheduler`: kube-scheduler binds pods to nodes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, with_scheduler: bool = False) -> None:
         self._folder = folder
+        self._with_scheduler = with_scheduler
         self._etcd_port, self._peer_port, port = free_port(), free_port(), free_port()
         self.url = f"https://127.0.0.1:{port}"
         self.ca = b""
@@ -72,20 +74,32 @@ class ControlPlane:
             token_auth_file=tokens,
             authorization_mode="RBAC",
             disable_admission_plugins="ServiceAccount",
+            enable_admission_plugins="OwnerReferencesPermissionEnforcement",
         )
         self._wait_ready()
         config = folder / "kubeconfig"
         config.write_text(_kubeconfig(self.url))
         if (Path(ASSETS) / "kube-controller-manager").exists():
-            self._start(
+            self._start_controller(
                 "kube-controller-manager",
                 kubeconfig=config,
                 service_account_private_key_file=key,
-                leader_elect="false",
-                bind_address="127.0.0.1",
-                secure_port=free_port(),
-                cert_dir=folder / "manager",
+                node_monitor_grace_period="1h",  # no kubelet renews the Leases of nodes
+                horizontal_pod_autoscaler_sync_period="1s",
             )
+        if self._with_scheduler:
+            self._start_controller("kube-scheduler", kubeconfig=config)
+
+    def _start_controller(self, program: str, **flags: object) -> None:
+        self._start(
+            program,
+            leader_elect="false",
+            bind_address="127.0.0.1",
+            port=0,
+            secure_port=free_port(),
+            cert_dir=self._folder / program,
+            **flags,
+        )
 
     def _start(self, program: str, **flags: object) -> None:
         command = [

@@ -13,9 +13,13 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from dynamo.communication.http.client import HttpClient
+from dynamo.communication.kubernetes.link import ApiServerError, KubernetesLink
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.crds import custom_resources
+from dynamo.operations.operator.manifests import read_manifests
 
+INSTALLATION = Path(__file__).parents[2] / "deploy" / "kubernetes" / "operator.yaml"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
@@ -224,3 +228,59 @@ def account_environment(url: str, token: str, folder: Path, ca: bytes = b"") -> 
         "KUBERNETES_SERVICE_PORT": str(parts.port),
         "DYN_SERVICE_ACCOUNT_FOLDER": str(folder),
     }
+
+
+async def install_kinds(client: KubernetesClient) -> None:
+    """Create the kinds of graphs, and return when they are served."""
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    for resource in custom_resources():
+        status, body = await client.send("POST", crds, resource)
+        assert status in (201, 409), body
+        (path,) = {
+            f"/apis/nvidia.com/{row['name']}/{resource['spec']['names']['plural']}"
+            for row in resource["spec"]["versions"]
+            if row["storage"]
+        }
+        while (await client.send("GET", path))[0] != 200:
+            await asyncio.sleep(0.05)
+
+
+async def install_account(
+    client: KubernetesClient, manifests: str = "", namespace: str = "dynamo-system"
+) -> str:
+    """Create the objects of an installation of the operator but its Deployment, and return a token
+    of its service account."""
+    account = ""
+    for item in read_manifests(manifests or INSTALLATION.read_text(), "installation"):
+        kind, where = item["kind"], item["metadata"].get("namespace", "")
+        if kind in ("Deployment", "CustomResourceDefinition"):
+            continue
+        base = RBAC if "rbac" in item["apiVersion"] else "/api/v1"
+        path = f"{base}/namespaces/{where}" if where else base
+        name = item["metadata"]["name"]
+        path = f"{path}/{kind.lower()}s/{name}"
+        status, body = await client.send(
+            "PATCH", path, item, APPLY, fieldManager="installer", force="true"
+        )
+        assert status in (200, 201), body
+        if kind == "ServiceAccount":
+            account = name
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+    created = await client.create(path, {"spec": {}})
+    return str(created["status"]["token"])
+
+
+def note_refusals(link: KubernetesLink, refused: list[str]) -> KubernetesLink:
+    """Note what an API server refuses to a link for want of rights."""
+    send = link._send
+
+    async def sending(*arguments: Any, **options: Any) -> Any:
+        try:
+            return await send(*arguments, **options)
+        except ApiServerError as error:
+            if error.status == 403:
+                refused.append(error.message)
+            raise
+
+    link._send = sending  # type: ignore[method-assign]
+    return link

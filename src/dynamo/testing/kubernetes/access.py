@@ -84,6 +84,8 @@ class Access:
         del user
         if target.kind.id == "pods" and target.subresource == "eviction":
             return self._evict(target._replace(subresource=""), body)
+        if target.kind.id == "serviceaccounts" and target.subresource == "token":
+            return {**body, "status": {"token": self.account_token(*target.key)}}
         raise ApiFailure(404, f"the server could not find {target.subresource!r}: {body.keys()}")
 
     def _evict(self, target: Target, body: Object) -> Object:
