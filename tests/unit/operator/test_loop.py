@@ -170,6 +170,11 @@ WRONG = [
         {"serviceAccountName": "nobody"},
         f"{POD}.serviceAccountName: there is no ServiceAccount 'nobody'",
     ),
+    (
+        {},
+        {"priorityClassName": "hgih"},
+        f"{POD}.priorityClassName: there is no PriorityClass 'hgih'; did you mean 'high'?",
+    ),
 ]
 
 
@@ -178,6 +183,9 @@ async def test_what_only_the_server_knows_is_told_by_field(
     cluster: GraphCluster, main: dict[str, object], pod: dict[str, object], text: str
 ) -> None:
     cluster.server.objects.strict_built_in = built_in_problems
+    await cluster.client.create(
+        "/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": "high"}, "value": 9}
+    )
     await cluster.operator()
     part = component("Frontend", "frontend")
     part["podTemplate"]["spec"] |= pod
@@ -197,6 +205,14 @@ async def test_a_missing_reference_that_comes_is_noticed(cluster: GraphCluster) 
         "/api/v1/namespaces/default/secrets", {"metadata": {"name": "token"}}
     )
     await cluster.until(lambda: cluster.condition("SpecValid")[0] == "True")
+
+
+async def test_an_unknown_priority_class_of_a_graph_is_told(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    await cluster.apply(graph(component("Frontend", "frontend"), priorityClassName="high"))
+    await cluster.until(lambda: cluster.condition("SpecValid")[1] == "ReferenceMissing")
+    text = "spec.priorityClassName: there is no PriorityClass 'high'; there are none"
+    assert cluster.condition("SpecValid")[2] == text
 
 
 async def test_the_least_busy_pods_leave_first(cluster: GraphCluster) -> None:

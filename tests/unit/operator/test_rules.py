@@ -51,85 +51,11 @@ def test_manifests_of_the_peer_are_valid(path: Path) -> None:
     check = check_graph(graph["spec"])
     assert check.spec is not None
     assert not check.problems
-    assert not check.notes
+    planner = "planner scales workers with `scalingAdapter"
+    assert [planner in note.text for note in check.notes] == [True] * ("planner" in path.stem)
     kinds = {component.type for component in check.spec.components}
     assert "frontend" in kinds
     assert kinds & {"worker", "decode"}
-
-
-FULL_SERVICE: dict[str, Any] = {
-    "envs": [{"name": "A", "value": "1"}],
-    "services": {
-        "Decode": {
-            "componentType": "worker",
-            "subComponentType": "decode",
-            "replicas": 3,
-            "envs": [{"name": "B", "value": "2"}],
-            "envFromSecret": "token",
-            "resources": {
-                "limits": {"gpu": "2", "memory": "8Gi", "custom": {"rdma/ib": "1"}},
-                "requests": {"cpu": "4"},
-            },
-            "livenessProbe": {"httpGet": {"path": "/live", "port": 9090}},
-            "volumeMounts": [
-                {"name": "weights", "mountPoint": "/models"},
-                {"name": "kernels", "useAsCompilationCache": True},
-            ],
-            "annotations": {"a": "1"},
-            "extraPodMetadata": {"labels": {"team": "x"}},
-            "extraPodSpec": {
-                "nodeSelector": {"gpu": "h100"},
-                "mainContainer": {"image": "worker:1", "args": ["--model", "m"]},
-            },
-            "sharedMemory": {"size": "16Gi"},
-            "scalingAdapter": {"enabled": True},
-        }
-    },
-}
-
-
-def test_services_become_components() -> None:
-    check = check_graph(FULL_SERVICE)
-    assert not check.problems
-    assert check.spec is not None
-    (component,) = check.spec.components
-    assert (component.type, component.replicas) == ("decode", 3)
-    assert component.shared_memory_size == "16Gi"
-    assert component.scaling_adapter is not None
-    assert component.compilation_cache is not None
-    assert component.compilation_cache.pvc_name == "kernels"
-    assert check.spec.env == [{"name": "A", "value": "1"}]
-    template = component.pod_template
-    assert template["metadata"] == {"annotations": {"a": "1"}, "labels": {"team": "x"}}
-    assert template["spec"]["nodeSelector"] == {"gpu": "h100"}
-    assert template["spec"]["volumes"] == [
-        {"name": "weights", "persistentVolumeClaim": {"claimName": "weights"}}
-    ]
-    assert template["spec"]["containers"] == [
-        {
-            "name": "main",
-            "image": "worker:1",
-            "args": ["--model", "m"],
-            "env": [{"name": "B", "value": "2"}],
-            "envFrom": [{"secretRef": {"name": "token"}}],
-            "resources": {
-                "limits": {"nvidia.com/gpu": "2", "memory": "8Gi", "rdma/ib": "1"},
-                "requests": {"cpu": "4"},
-            },
-            "livenessProbe": {"httpGet": {"path": "/live", "port": 9090}},
-            "volumeMounts": [{"name": "weights", "mountPath": "/models"}],
-        }
-    ]
-
-
-def test_the_planner_of_an_old_manifest_is_started_by_its_new_name() -> None:
-    path = next(path for path in EXAMPLES if path.stem == "v1alpha1_vllm_disagg_planner")
-    (graph,) = read_manifests(path.read_text(), path.name)
-    spec = check_graph(graph["spec"]).spec
-    assert spec is not None
-    (planner,) = (part for part in spec.components if part.type == "planner")
-    (main,) = planner.pod_template["spec"]["containers"]
-    assert main["command"] == ["python3", "-m", "dynamo.planner"]
 
 
 C0, C1, S = "components/0", "components/1", "services/Decode"
@@ -217,6 +143,25 @@ WRONG = [
         f"{C1}/type",
         "epp",
         "spec.components[1].type: at most one component may have the type epp",
+    ),
+    # domains
+    (
+        GRAPH,
+        f"{C1}/topologyConstraint",
+        {},
+        "topologyConstraint.packDomain: is missing; a label of nodes, or zone, block, rack, host",
+    ),
+    (
+        GRAPH,
+        "topologyConstraint",
+        {"packDomain": ""},
+        "spec.topologyConstraint.packDomain: is missing; a label of nodes, or zone, bl",
+    ),
+    (
+        SERVICES,
+        f"{S}/topologyConstraint",
+        {"packDomain": ""},
+        "spec.services.Decode.topologyConstraint.packDomain: is missing; a label of nodes",
     ),
     # names
     (GRAPH, "componets", [], "spec.componets: unknown field; did you mean 'components'?"),
@@ -308,6 +253,24 @@ def test_a_wrong_graph_is_refused_by_field(
         (GRAPH, f"{C0}/type", "epp", "spec.components[0].type: no pods: there is no endpoint pic"),
         (SERVICES, f"{S}/ingress", {"enabled": True}, "spec.services.Decode.ingress: no effect: m"),
         (SERVICES, f"{S}/autoscaling", {}, "spec.services.Decode.autoscaling: no effect: use sca"),
+        (
+            GRAPH,
+            f"{C0}/type",
+            "planner",
+            "spec.components[0].type: no effect: a planner scales workers with `scalingAdapter: {}",
+        ),
+        (
+            SERVICES,
+            "services/Frontend/componentType",
+            "planner",
+            "spec.services.Frontend.componentType: no effect: a planner scales workers with `scal",
+        ),
+        (
+            SERVICES,
+            f"{S}/subComponentType",
+            "decoder",
+            "spec.services.Decode.subComponentType: no effect: 'decoder' with componentType 'work",
+        ),
         (SERVICES, "pvcs", [{"name": "w", "create": True}], "spec.pvcs[0].create: claims are not"),
     ],
 )

@@ -23,7 +23,15 @@ ACTIONS = {
     "manifests": "print the objects that the operator makes of graphs",
     "place": "show where the pods of graphs would go, and why not elsewhere",
 }
-DEFAULT_IMAGE = "dynamo:latest-vllm"
+FLAGS = {
+    "file": ("convert", "manifests", "place"),
+    "nodes": ("place",),
+    "groups": ("manifests",),
+    "namespace": ("operator", "status"),
+    "image": ("operator",),
+    "levels": ("place",),
+}
+"""The actions of each flag."""
 EXAMPLES = """\
   dynamo kubernetes crds | kubectl apply --server-side -f -
   dynamo kubernetes convert -f graph.yaml
@@ -50,15 +58,13 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--namespace",
-        default="",
         metavar="NAME",
         help="operator, status: graphs of this namespace alone; default: of all",
     )
     parser.add_argument(
         "--image",
-        default=DEFAULT_IMAGE,
         metavar="IMAGE",
-        help="operator: image of pods whose manifest names none; default: %(default)s",
+        help="operator: image of pods whose manifest names none; default: dynamo:latest-vllm",
     )
     parser.add_argument(
         "--levels", metavar="LABELS", help="place: labels of the levels, broad to narrow, by comma"
@@ -69,6 +75,11 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Run an action."""
     args = parser().parse(arguments)
+    for flag, users in FLAGS.items():
+        if getattr(args, flag) is not None and args.action not in users:
+            raise ConfigError(
+                f"{args.action} has no flag --{flag}", hint=f"it is one of {', '.join(users)}"
+            )
     actions: Mapping[str, Callable[[argparse.Namespace], int]] = {
         "crds": _print_crds,
         "convert": _convert,
@@ -159,14 +170,15 @@ def _print_objects(args: argparse.Namespace) -> int:
 def _print_status(args: argparse.Namespace) -> int:
     from dynamo.cli.kubernetes.status import print_status
 
-    return print_status(args.namespace)
+    return print_status(args.namespace or "")
 
 
 def _run_operator(args: argparse.Namespace) -> int:
     from dynamo.operations.operator.pods import PodOptions
     from dynamo.services.operator.process import run_operator
 
-    return run_operator(args.namespace, PodOptions(image=args.image))
+    options = PodOptions(image=args.image) if args.image else PodOptions()
+    return run_operator(args.namespace or "", options)
 
 
 def _print_findings(name: str, check: GraphCheck) -> int:

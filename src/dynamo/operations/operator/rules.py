@@ -16,6 +16,7 @@ from dynamo.core.errors import nearest_name_hint
 from dynamo.operations.operator.generations import DEFAULT_BATCH, MAX_SURGE, MAX_UNAVAILABLE
 from dynamo.operations.operator.kinds import (
     NAME,
+    WORKER_TYPES,
     Backend,
     ComponentSpec,
     ComponentType,
@@ -103,6 +104,7 @@ def check_graph(spec: Mapping[str, Any]) -> GraphCheck:
         _type_problems,
         _count_problems,
         _restart_problems,
+        _domain_problems,
         _template_problems,
     )
     for rule in rules:
@@ -225,6 +227,17 @@ def _restart_problems(_: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
             yield Problem(path, f"no component is named {name!r}; {hint}")
 
 
+def _domain_problems(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
+    constraints = [part.topology_constraint for part in spec.components]
+    text = "is missing; a label of nodes, or zone, block, rack, host"
+    for number, constraint in enumerate(constraints):
+        if constraint is not None and not constraint.pack_domain:
+            yield Problem(check.field(number, "topologyConstraint.packDomain"), text)
+    own = spec.topology_constraint
+    if own is not None and not own.pack_domain and not any(constraints):
+        yield Problem("spec.topologyConstraint.packDomain", text)
+
+
 def _template_problems(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
     for number, component in enumerate(spec.components):
         pod = component.pod_template.get("spec") or {}
@@ -272,6 +285,19 @@ def _notes(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
                 yield Problem(check.field(number, _camel(attribute)), f"no effect: {reason}")
         if component.type in NO_PODS:
             yield Problem(check.field(number, "type"), f"no pods: {NO_PODS[component.type]}")
+    yield from _planner_notes(check, spec)
+
+
+def _planner_notes(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
+    """Yield the planner of a graph whose workers it cannot scale."""
+    workers = [part for part in spec.components if (part.type or "worker") in WORKER_TYPES]
+    if any(part.scaling_adapter and part.scaling_adapter.enabled for part in workers):
+        return
+    field = "scalingAdapter: {enabled: true}" if check.paths else "scalingAdapter: {}"
+    text = f"no effect: a planner scales workers with `{field}`, and none has it"
+    for number, component in enumerate(spec.components):
+        if component.type == "planner":
+            yield Problem(check.field(number, "type"), text)
 
 
 def _camel(attribute: str) -> str:
@@ -287,15 +313,24 @@ class Reference(msgspec.Struct, frozen=True):
     path: str
 
 
+PRIORITY_CLASS = "PriorityClass"
 _VOLUMES = (
     ("secret", "secretName", "Secret"),
     ("configMap", "name", "ConfigMap"),
     ("persistentVolumeClaim", "claimName", "PersistentVolumeClaim"),
 )
+_NAMES = {"serviceAccountName": "ServiceAccount", "priorityClassName": PRIORITY_CLASS}
+_SOURCES = {
+    "secretRef": "Secret", "configMapRef": "ConfigMap",
+    "secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap",
+}  # fmt: skip
 
 
 def references(check: GraphCheck) -> Iterator[Reference]:
-    """Yield the Secrets, ConfigMaps, claims and accounts that the pods cannot start without."""
+    """Yield the Secrets, ConfigMaps, claims, accounts and classes that the pods cannot start
+    without."""
+    if check.spec and check.spec.priority_class_name:
+        yield Reference(PRIORITY_CLASS, check.spec.priority_class_name, "spec.priorityClassName")
     for number, component in enumerate(check.spec.components if check.spec else ()):
         base = f"spec.components[{number}].podTemplate.spec"
         pod = component.pod_template.get("spec") or {}
@@ -310,25 +345,33 @@ def references(check: GraphCheck) -> Iterator[Reference]:
 
 
 def _pod_references(pod: Mapping[str, Any], base: str) -> Iterator[Reference]:
-    if account := pod.get("serviceAccountName"):
-        yield Reference("ServiceAccount", account, f"{base}.serviceAccountName")
+    for field, kind in _NAMES.items():
+        if name := pod.get(field):
+            yield Reference(kind, name, f"{base}.{field}")
+    yield from _volume_references(pod, base)
+    for index, container in enumerate(pod.get("containers") or ()):
+        yield from _variable_references(container, f"{base}.containers[{index}]")
+
+
+def _volume_references(pod: Mapping[str, Any], base: str) -> Iterator[Reference]:
     for index, volume in enumerate(pod.get("volumes") or ()):
         for source, field, kind in _VOLUMES:
             wanted = volume.get(source) or {}
             if wanted.get(field) and not wanted.get("optional"):
                 path = f"{base}.volumes[{index}].{source}.{field}"
                 yield Reference(kind, wanted[field], path)
-    for index, container in enumerate(pod.get("containers") or ()):
-        place = f"{base}.containers[{index}]"
-        for row, origin in enumerate(container.get("envFrom") or ()):
-            for field, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
-                wanted = origin.get(field) or {}
-                if wanted.get("name") and not wanted.get("optional"):
-                    yield Reference(kind, wanted["name"], f"{place}.envFrom[{row}].{field}.name")
-        for row, variable in enumerate(container.get("env") or ()):
-            origin = variable.get("valueFrom") or {}
-            for field, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
-                wanted = origin.get(field) or {}
-                if wanted.get("name") and not wanted.get("optional"):
-                    path = f"{place}.env[{row}].valueFrom.{field}.name"
-                    yield Reference(kind, wanted["name"], path)
+
+
+def _variable_references(container: Mapping[str, Any], base: str) -> Iterator[Reference]:
+    origins = [
+        (f"{base}.envFrom[{row}]", origin)
+        for row, origin in enumerate(container.get("envFrom") or ())
+    ] + [
+        (f"{base}.env[{row}].valueFrom", variable.get("valueFrom") or {})
+        for row, variable in enumerate(container.get("env") or ())
+    ]
+    for place, origin in origins:
+        for field, kind in _SOURCES.items():
+            wanted = origin.get(field) or {}
+            if wanted.get("name") and not wanted.get("optional"):
+                yield Reference(kind, wanted["name"], f"{place}.{field}.name")

@@ -104,6 +104,7 @@ class Pod(Struct, rename="camel"):
     tolerations: list[dict[str, Any]] | None = None
     security_context: dict[str, Any] | None = None
     service_account_name: str | None = None
+    priority_class_name: str | None = None
     termination_grace_period_seconds: int | None = None
     scheduling_gates: list[NamedObject] | None = None
     image_pull_secrets: list[NamedObject] | None = None

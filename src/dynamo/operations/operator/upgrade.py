@@ -193,7 +193,13 @@ class _ServiceUpgrade:
     def _type(self) -> str:
         kind: str = self._get("componentType", "")
         part: str = self._get("subComponentType", "")
-        return part if kind == "worker" and part in WORKER_TYPES else kind
+        if kind == "worker" and part in WORKER_TYPES:
+            return part
+        if part and part != kind:
+            text = f"no effect: {part!r} with componentType {kind!r}; "
+            text += "prefill and decode have one, with componentType 'worker'"
+            self._result.notes.append(Problem(f"{self._path}.subComponentType", text))
+        return kind
 
     def _pod_template(self) -> dict[str, Any]:
         extra = dict(self._get("extraPodSpec", {}))

@@ -27,6 +27,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.difference import lacks
 from dynamo.operations.operator.kinds import ADAPTER, BETA, GRAPH, GROUP
 from dynamo.operations.operator.names import APPLIED, GRAPH_LABEL, OPERATOR, bounded, digest
+from dynamo.operations.operator.rules import PRIORITY_CLASS
 from dynamo.operations.operator.workloads import (
     API_VERSIONS,
     CLIQUE_SET,
@@ -59,6 +60,7 @@ UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
     "PersistentVolumeClaim": ("v1", "persistentvolumeclaims"),
     "Event": ("v1", "events"),
     "Node": ("v1", "nodes"),
+    PRIORITY_CLASS: ("scheduling.k8s.io/v1", "priorityclasses"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
 }
 OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.communication.kubernetes.link import INVALID, ApiServerError, KubernetesLink
 from dynamo.core.clock import Backoff, Clock
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, nearest_name_hint
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.operations.operator.desired import adapter_status, desired
 from dynamo.operations.operator.gangs import GatedGraph, is_gated, wants_gangs
@@ -22,7 +22,13 @@ from dynamo.operations.operator.kinds import ADAPTER, GRAPH
 from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
-from dynamo.operations.operator.rules import check_graph, manifest_path, references
+from dynamo.operations.operator.rules import (
+    PRIORITY_CLASS,
+    Reference,
+    check_graph,
+    manifest_path,
+    references,
+)
 from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs
 from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
@@ -253,9 +259,9 @@ class OperatorLoop:
         if state.checked != now or state.missing:
             namespace = metadata["namespace"]
             state.missing = [
-                Problem(reference.path, f"there is no {reference.kind} {reference.name!r}")
+                Problem(reference.path, f"there is no {reference.kind} {reference.name!r}{hint}")
                 for reference in references(wanted.check)
-                if await self.cluster.read(reference.kind, namespace, reference.name) is None
+                if (hint := await self._missing_hint(reference, namespace)) is not None
             ]
         if state.checked != now:
             state.refused = []
@@ -264,6 +270,15 @@ class OperatorLoop:
                 if key in wanted.templates and self._is_new(item, observed.objects.get(key)):
                     state.refused += await self._refusals(item, key, wanted)
         state.checked = now
+
+    async def _missing_hint(self, reference: Reference, namespace: str) -> str | None:
+        """Return what to add to the message that an object is missing, None if it is there."""
+        name = reference.name
+        if reference.kind == PRIORITY_CLASS:
+            classes = await self.cluster.list(PRIORITY_CLASS)
+            names = [item["metadata"]["name"] for item in classes]
+            return None if name in names else f"; {nearest_name_hint(name, names)}"
+        return None if await self.cluster.read(reference.kind, namespace, name) else ""
 
     def _is_new(self, item: Object, live: Object | None) -> bool:
         if live is None:
