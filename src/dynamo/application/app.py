@@ -321,7 +321,7 @@ class Application:
         if exchange.model or (path in self._generation_paths and status >= FIRST_ERROR_STATUS):
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
             stories = self.generation.stories
-            if stories is not None and not exchange.has_story and status >= FIRST_ERROR_STATUS:
+            if stories is not None and exchange.story is None and status >= FIRST_ERROR_STATUS:
                 stories.tell_failure(exchange, self._clock.now())
         if self._log_requests:
             fields: dict[str, Any] = {

@@ -13,6 +13,7 @@ import msgspec
 from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, error_headers
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
+from dynamo.telemetry.story import Story
 from dynamo.telemetry.trace_context import TraceContext, take_over_trace
 
 _FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -77,8 +78,8 @@ class Exchange:
     answer. `client_request_id` is the id that the client sees. `error_format` writes errors.
     `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
     `started_s`: the request was there, in seconds of the process's clock. `load_s`: it waited for
-    its model to be loaded. `has_story`: a story was opened for it. `trace`: that of the client, or
-    one that begins here.
+    its model to be loaded. `story`: the one that was opened for it. `holds_story`: it lasts longer
+    than the generation of text. `trace`: that of the client, or one that begins here.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class Exchange:
         self.error_status = 0
         self.error_code = ""
         self.started_s = self.load_s = 0.0
-        self.has_story = False
+        self.story: Story | None = None
+        self.holds_story = False
         self.trace: TraceContext | None = None
 
     def use_error_format(self, error_format: ErrorFormat) -> None:

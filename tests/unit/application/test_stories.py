@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from dynamo.application.generation.stories import Stories
+from dynamo.application.responses.store import ResponseStore
 from dynamo.telemetry.story import Story
 
 CHAT = "/v1/chat/completions"
@@ -90,6 +92,34 @@ async def test_a_request_that_no_worker_saw_has_a_story(
         assert (await client.answer()).status >= 400
     (story,) = stories
     assert (story.end, story.path, story.output_tokens) == (code, CHAT, 0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+async def test_the_story_of_a_response_lasts_until_it_is_stored(
+    site: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, bool]
+) -> None:
+    stories, stored, entered = listen(site), asyncio.Event(), asyncio.Event()
+    name = "finish" if fields.get("background") else "add"
+    store = getattr(ResponseStore, name)
+
+    async def wait(*arguments: Any, **named: Any) -> None:
+        entered.set()
+        await stored.wait()
+        await store(*arguments, **named)
+
+    monkeypatch.setattr(ResponseStore, name, wait)
+    async with connect(site.port) as client:
+        client.ask("POST", "/v1/responses", {"model": "words", "input": "one two", **fields})
+        await entered.wait()
+        assert not stories
+        before_s = time.monotonic()
+        stored.set()
+        assert (await client.answer()).status == 200
+        while not stories:
+            await asyncio.sleep(0)
+    (story,) = stories
+    assert (story.end, story.output_tokens) == ("", 2)
+    assert story.ended_s >= before_s
 
 
 async def test_requests_of_a_connection_have_stories_of_their_own(site: Any, connect: Any) -> None:

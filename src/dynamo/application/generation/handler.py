@@ -233,9 +233,18 @@ class GenerationHandler:
             deadlines.stop(deadline)
             end, missing = self._clock.now(), reply.remaining_choices
             tokens = _record_metrics(metrics, usage_counter, timing, missing, end - started)
-            if story is not None and self.stories is not None:
-                response = exchange.response
-                self.stories.end(story, response, usage_counter, timing, tokens, missing, end)
+            if self.stories is not None:
+                self.stories.end(exchange, usage_counter, timing, tokens, missing, end)
+
+    @contextmanager
+    def hold_story(self, exchange: Exchange) -> Iterator[None]:
+        """Let the story of a request last until the block ends, also after its text."""
+        exchange.holds_story = True
+        try:
+            yield
+        finally:
+            if exchange.story is not None and self.stories is not None:
+                self.stories.tell(exchange.story, self._clock.now())
 
     @contextmanager
     def tell_story(self, exchange: Exchange) -> Iterator[None]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.items import UsageCounter
-from dynamo.communication.http import Response
 from dynamo.core.errors import CANCELLED, error_code
 from dynamo.core.text import TextOptions
 from dynamo.telemetry.story import Story, StoryListener, current_story
@@ -35,8 +34,7 @@ class Stories:
     ) -> Story:
         """Open the story of a request with so many prompts."""
         request, began_s = exchange.request, exchange.started_s or now
-        exchange.has_story = True
-        story = Story(
+        exchange.story = story = Story(
             exchange.request_id,
             exchange.client_request_id,
             request.path,
@@ -59,16 +57,18 @@ class Stories:
 
     def end(
         self,
-        story: Story,
-        response: Response,
+        exchange: Exchange,
         usage: UsageCounter,
         timing: TokenTiming,
         tokens: int,
         missing: int,
         now: float,
     ) -> None:
-        """Pass the story on. `missing`: choices that did not end. Call while the error of the
-        request, if there is one, is handled."""
+        """Pass the story on unless it is held. `missing`: choices that did not end. Call while the
+        error of the request, if there is one, is handled."""
+        story, response = exchange.story, exchange.response
+        if story is None:
+            return
         if response.paused_at is not None:
             response.resume(now)
         story.stalled_s = response.paused_s
@@ -79,7 +79,10 @@ class Stories:
             story.end = CANCELLED
             last_s = max((times[-1] for times in timing.timestamps if times), default=now)
             story.gap_s = max(story.gap_s, now - last_s)
-        self.tell(story, now)
+        if not exchange.holds_story:
+            self.tell(story, now)
+        elif (error := sys.exc_info()[1]) is not None:
+            story.end = error_code(error)
 
     def tell(self, story: Story, now: float) -> None:
         """Pass on a story that ends now."""

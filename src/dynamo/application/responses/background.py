@@ -115,26 +115,29 @@ class BackgroundResponses:
 
     async def _generate(self, turn: Turn, exchange: Exchange, log: EventLog) -> None:
         writer = turn.writer
-        try:
-            await turn.generate(self._generation, exchange)
-        except DynamoError as error:
-            writer.fail(error)
-        except asyncio.CancelledError:
-            if writer.response["id"] in self._running:
-                writer.fail(ServerStopped("the server stopped before the response was complete"))
-            else:
-                writer.cancel()
-        except Exception:
-            logger.exception("response failed")
-            writer.fail(InternalError("internal error", hint="see the server's log"))
-        self._running.pop(writer.response["id"], None)
-        self._release_place(turn.owner)
-        tail = writer.encode_last_event() if exchange.streaming else b""
-        try:
-            await self._store.finish(writer.response, log.take_batch(tail))
-        except StoreUnavailable as error:
-            logger.warning("response not stored", extra={"fields": {"error": error.message}})
-        log.end(tail)
+        with self._generation.hold_story(exchange):
+            try:
+                await turn.generate(self._generation, exchange)
+            except DynamoError as error:
+                writer.fail(error)
+            except asyncio.CancelledError:
+                if writer.response["id"] in self._running:
+                    writer.fail(
+                        ServerStopped("the server stopped before the response was complete")
+                    )
+                else:
+                    writer.cancel()
+            except Exception:
+                logger.exception("response failed")
+                writer.fail(InternalError("internal error", hint="see the server's log"))
+            self._running.pop(writer.response["id"], None)
+            self._release_place(turn.owner)
+            tail = writer.encode_last_event() if exchange.streaming else b""
+            try:
+                await self._store.finish(writer.response, log.take_batch(tail))
+            except StoreUnavailable as error:
+                logger.warning("response not stored", extra={"fields": {"error": error.message}})
+            log.end(tail)
 
     async def _renew(self) -> None:
         """Renew the running responses until there are none."""

@@ -56,16 +56,17 @@ class Turn(msgspec.Struct):
         """Generate the response, store it unless the client wants that not, then send its end. A
         stream that has begun is stored if it fails, too."""
         exchange.use_error_format(FailedResponse(self.writer))
-        try:
-            reply = await self.generate(generation, exchange)
-        except DynamoError as error:
-            if exchange.response.started:
-                self.writer.fail(error)
+        with generation.hold_story(exchange):
+            try:
+                reply = await self.generate(generation, exchange)
+            except DynamoError as error:
+                if exchange.response.started:
+                    self.writer.fail(error)
+                    await self._store(store)
+                raise
+            if reply is not None:
                 await self._store(store)
-            raise
-        if reply is not None:
-            await self._store(store)
-            reply.send_end()
+                reply.send_end()
 
     async def _store(self, store: ResponseStore) -> None:
         response = self.writer.response
