@@ -15,7 +15,8 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.services.operator.lease import LeaderLease, LeaseTimes
-from dynamo.services.operator.process import GraphOperator, check_cluster
+from dynamo.services.operator.process import GraphOperator, check_kinds
+from dynamo.testing.kubernetes.documents import VERSION
 
 TIMES = LeaseTimes(duration_s=1, renew_limit_s=0.6, retry_s=0.05)
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dynamo-operator"
@@ -104,20 +105,33 @@ async def test_why_there_is_no_lease_is_logged_once(
     await link.close()
 
 
+async def test_the_version_of_the_server_is_read_once(
+    cluster: GraphCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Contender(cluster, tmp_path / "a"):
+        pass
+    assert sum("/version" in text for text in cluster.server.requests) == 1
+    monkeypatch.setitem(VERSION, "minor", "19")
+    old = Contender(cluster, tmp_path / "b")
+    with pytest.raises(ConfigError, match="the API server is v1"):
+        await old.operator.__aenter__()
+    await old.link.close()
+
+
 async def test_kinds_of_another_operator_are_named(cluster: GraphCluster, tmp_path: Path) -> None:
     client: KubernetesClient = cluster.client
     name = "dynamographdeployments.nvidia.com"
     environ = account_environment(cluster.server.url, cluster.token, tmp_path / "a")
     link = open_link(5.0, environ)
-    await check_cluster(link)
+    await check_kinds(link)
     patch = {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm"}}}
     await client.send("PATCH", f"{CRDS}/{name}", patch, "application/merge-patch+json")
-    await check_cluster(link)
+    await check_kinds(link)
     patch["metadata"]["labels"]["app.kubernetes.io/part-of"] = "another"
     await client.send("PATCH", f"{CRDS}/{name}", patch, "application/merge-patch+json")
     with pytest.raises(ConfigError, match="managed by Helm"):
-        await check_cluster(link)
+        await check_kinds(link)
     await client.send("DELETE", f"{CRDS}/{name}")
     with pytest.raises(ConfigError, match=f"has no kind {name}"):
-        await check_cluster(link)
+        await check_kinds(link)
     await link.close()

@@ -17,6 +17,8 @@ from dynamo.operations.operator.workloads import Workload
 MESSAGE_CHARACTERS = 2000
 SHOWN_PROBLEMS = 20
 QUIET_REASONS = {"ContainerCreating", "PodInitializing"}
+CRASH_LOOP = "CrashLoopBackOff"
+"""Its message has the name of the pod and the wait, and not why the container ended."""
 NO_ROOM = "insufficient_capacity"
 NOT_READY = "pods_not_ready"
 
@@ -142,9 +144,10 @@ def pod_problem(pod: Mapping[str, Any]) -> str:
     for container in status.get("containerStatuses") or ():
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
-        if waiting.get("reason", "ContainerCreating") not in QUIET_REASONS:
-            message = waiting.get("message") or _last_exit(container)
-            return ": ".join(text for text in (waiting["reason"], message) if text)
+        reason = waiting.get("reason", "ContainerCreating")
+        if reason not in QUIET_REASONS:
+            message = "" if reason == CRASH_LOOP else waiting.get("message")
+            return ": ".join(filter(None, (reason, message, _last_exit(container))))
         if ended := state.get("terminated"):
             return f"ended with {ended.get('exitCode')}"
     return ""

@@ -6,6 +6,7 @@ no write is repeated for want of its event.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -22,7 +23,7 @@ from dynamo.communication.kubernetes.link import (
     KubernetesLink,
 )
 from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector
-from dynamo.core.errors import PlaneUnavailable
+from dynamo.core.errors import ConfigError, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.difference import lacks
 from dynamo.operations.operator.kinds import ADAPTER, BETA, GRAPH, GROUP
@@ -66,6 +67,7 @@ UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
 OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)
 OLDER: Final[Mapping[str, str]] = {"policy/v1": "policy/v1beta1"}
 """Versions for servers that lack the newer one, with the same fields."""
+OLDEST_MINOR: Final = 20
 GATES_MINOR: Final = 30
 Owner = tuple[str, str]
 """Namespace, and label of the graph."""
@@ -108,13 +110,26 @@ class ClusterView:
         self._owners: dict[tuple[str, str], Owner] = {}
         self._older: Mapping[str, str] = {}
         self.groups: frozenset[str] = frozenset()
-        self.has_gates = False
+        self._minor: int | None = None
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the API server has scheduling gates."""
+        return (self._minor or 0) >= GATES_MINOR
+
+    async def read_version(self) -> None:
+        """Read the version of the API server. Raises `ConfigError` for one that is too old."""
+        version = msgspec.json.decode(await self._link.request("GET", "/version"))
+        digits = re.match(r"\d+", str(version.get("minor", "")))
+        self._minor = int(digits[0]) if digits else 0
+        if version.get("major") == "1" and digits and self._minor < OLDEST_MINOR:
+            text = f"the API server is {version.get('gitVersion')}"
+            raise ConfigError(text, hint="1.20 and newer are supported")
 
     async def start(self, tasks: BackgroundTasks) -> None:
         """Follow all kinds that the cluster serves, and return when they are listed."""
-        version = msgspec.json.decode(await self._link.request("GET", "/version"))
-        minor = str(version.get("minor", "0")).rstrip("+")
-        self.has_gates = minor.isdigit() and int(minor) >= GATES_MINOR
+        if self._minor is None:
+            await self.read_version()
         listed = msgspec.json.decode(await self._link.request("GET", "/apis"))
         self.groups = frozenset(group["name"] for group in listed["groups"])
         served = {row["groupVersion"] for group in listed["groups"] for row in group["versions"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
 from secrets import token_hex
@@ -32,7 +31,6 @@ from dynamo.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
 REQUEST_S = 5.0
-OLDEST_MINOR = 20
 CLOSE_S = 5.0
 
 
@@ -60,7 +58,8 @@ class GraphOperator:
 
     async def __aenter__(self) -> Self:
         """Check the cluster and follow it. Raises `ConfigError` and `PlaneUnavailable`."""
-        await check_cluster(self._link)
+        await self.loop.cluster.read_version()
+        await check_kinds(self._link)
         await self.loop.start()
         self._tasks.start(self.lease.run(), "lease")
         self._tasks.start(self._follow_lease(), "leadership")
@@ -81,15 +80,8 @@ class GraphOperator:
             self.loop.stop_leading()
 
 
-async def check_cluster(link: KubernetesLink) -> None:
-    """Raise `ConfigError` for a cluster that is too old, or whose kinds are missing or another
-    operator's."""
-    version = msgspec.json.decode(await link.request("GET", "/version"))
-    minor = re.match(r"\d+", str(version.get("minor", "")))
-    if version.get("major") == "1" and minor and int(minor[0]) < OLDEST_MINOR:
-        raise ConfigError(
-            f"the API server is {version.get('gitVersion')}", hint="1.20 and newer are supported"
-        )
+async def check_kinds(link: KubernetesLink) -> None:
+    """Raise `ConfigError` for kinds that are missing, or another operator's."""
     for kind in KINDS:
         name = f"{kind.plural}.{GROUP}"
         path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
