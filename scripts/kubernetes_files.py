@@ -12,11 +12,24 @@ ROOT = Path(__file__).parents[1]
 OPERATOR = "deploy/kubernetes/operator.yaml"
 CHART = "deploy/helm/dynamo/files"
 
+CLUSTER_KINDS = {"nodes", "customresourcedefinitions"}
+"""Resources that are in no namespace."""
+READ_EVERYWHERE = (
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},  # what nodes have free
+    {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "resourceNames": ["dynamo-operator"],
+        "verbs": ["get"],
+    },
+)
+"""Rights of an operator of one namespace outside of it."""
+
 
 def kubernetes_files(origin: str) -> Mapping[str, str]:
-    """Return the text of every file by path: the kinds, and the rules of the operator's
-    ClusterRole for its chart. `origin` says how they
-    are written."""
+    """Return the text of every file by path: the kinds, and the rules of the operator for its
+    chart. Limited to a namespace, it needs `namespace-rules` there and `cluster-rules` everywhere.
+    `origin` says how they are written."""
     files = {
         f"{folder}/{kind['metadata']['name']}.yaml": f"# {origin}.\n{write_manifests([kind])}"
         for kind in custom_resources()
@@ -24,5 +37,13 @@ def kubernetes_files(origin: str) -> Mapping[str, str]:
     }
     objects = read_manifests((ROOT / OPERATOR).read_text(encoding="utf-8"), OPERATOR)
     (role,) = (item for item in objects if item["kind"] == "ClusterRole")
-    rules = write_manifests([role["rules"]])
-    return files | {f"{CHART}/rules.yaml": f"# {origin}, of {OPERATOR}.\n{rules}"}
+    everywhere = [rule for rule in role["rules"] if CLUSTER_KINDS & set(rule["resources"])]
+    rules = {
+        "rules": role["rules"],
+        "namespace-rules": [rule for rule in role["rules"] if rule not in everywhere],
+        "cluster-rules": [*everywhere, *READ_EVERYWHERE],
+    }
+    return files | {
+        f"{CHART}/{name}.yaml": f"# {origin}, of {OPERATOR}.\n{write_manifests([rows])}"
+        for name, rows in rules.items()
+    }

@@ -57,7 +57,14 @@ def test_the_chart_makes_valid_objects_with_the_same_rights() -> None:
     shipped = read_manifests((DEPLOY / "kubernetes" / "operator.yaml").read_text(), "operator")
     (wanted,) = (item for item in shipped if item["kind"] == "ClusterRole")
     assert role["rules"] == wanted["rules"]
-    check(run(HELM, "template", "x", CHART, "--set", "watchNamespace=lab,keepCrds=false"))
+    limited = run(HELM, "template", "x", CHART, "--set", "watchNamespace=lab,keepCrds=false")
+    check(limited)
+    roles = {item["kind"]: item for item in limited if item["kind"] in ("Role", "ClusterRole")}
+    assert roles["Role"]["metadata"]["namespace"] == "lab"
+    changes = {verb for rule in roles["ClusterRole"]["rules"] for verb in rule["verbs"]}
+    assert changes == {"get", "list"}
+    both = [*roles["Role"]["rules"], *roles["ClusterRole"]["rules"]]
+    assert all(rule in both for rule in wanted["rules"])
 
 
 def test_values_of_the_chart_have_a_schema() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dynamo.services.operator.process import GraphOperator, check_kinds
 from dynamo.testing.kubernetes.documents import VERSION
 
 TIMES = LeaseTimes(duration_s=1, renew_limit_s=0.6, retry_s=0.05)
-LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/dynamo-operator"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/dynamo-operator"
 GRAPH = graph(component("Frontend", "frontend"), component("decode", "decode"))
 
 
@@ -32,10 +33,11 @@ async def cluster(tmp_path: Path) -> AsyncIterator[GraphCluster]:
 class Contender:
     """An operator with its own link."""
 
-    def __init__(self, cluster: GraphCluster, folder: Path) -> None:
+    def __init__(self, cluster: GraphCluster, folder: Path, namespace: str = "") -> None:
         environ = account_environment(cluster.server.url, cluster.token, folder)
         self.link: KubernetesLink = open_link(0.3, environ)
-        self.operator = GraphOperator(self.link, SystemClock(), PodOptions(), times=TIMES)
+        clock, options = SystemClock(), PodOptions()
+        self.operator = GraphOperator(self.link, clock, options, namespace, TIMES)
 
     async def __aenter__(self) -> GraphOperator:
         return await self.operator.__aenter__()
@@ -89,6 +91,56 @@ async def test_a_lease_of_somebody_else_is_respected_until_it_ends(
         await cluster.until(lambda: operator.lease.is_held)
         lease = await cluster.client.get(LEASE)
         assert lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_one_operator_of_all_namespaces_or_one_of_each(
+    cluster: GraphCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.client.create("/api/v1/namespaces", {"metadata": {"name": "lab"}})
+
+    def warnings(text: str) -> int:
+        errors = (record.__dict__.get("fields", {}).get("error", "") for record in caplog.records)
+        return sum(text in error for error in errors)
+
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, namespace: str = "") -> GraphOperator:
+            contender = Contender(cluster, tmp_path / name, namespace)
+            return await stack.enter_async_context(contender)
+
+        lab, own = await start("lab", "lab"), await start("own", "default")
+        await cluster.until(lambda: lab.lease.is_held and own.lease.is_held)
+        everywhere = await start("all")
+        await cluster.until(lambda: warnings("is the operator of namespace ") == 1)
+        for _ in range(20):
+            assert lab.lease.is_held
+            assert own.lease.is_held
+            assert not everywhere.lease.is_held
+            await asyncio.sleep(0.01)
+        await lab.__aexit__()
+        await own.__aexit__()
+        await cluster.until(lambda: everywhere.lease.is_held)
+        later = await start("later", "lab")
+        text = "is the operator of all namespaces (Lease kube-system/dynamo-operator): stop it"
+        await cluster.until(lambda: warnings(text) == 1)
+        assert not later.lease.is_held
+        await everywhere.__aexit__()
+        await cluster.until(lambda: later.lease.is_held)
+
+
+async def test_never_both_lead_that_start_at_once(cluster: GraphCluster, tmp_path: Path) -> None:
+    for number in range(5):
+        names = (f"all-{number}", ""), (f"own-{number}", "default")
+        contenders = [Contender(cluster, tmp_path / name, where) for name, where in names]
+        await asyncio.gather(*(contender.__aenter__() for contender in contenders))
+        first, second = (contender.operator.lease for contender in contenders)
+        held = 0
+        while held < 20:
+            assert not (first.is_held and second.is_held)
+            held += first.is_held or second.is_held
+            await asyncio.sleep(0.005)
+        for contender in contenders:
+            await contender.__aexit__()
 
 
 async def test_why_there_is_no_lease_is_logged_once(

@@ -1,4 +1,4 @@
-"""What a graph says of pods that do not run."""
+"""The problems of pods that a graph shows in its conditions."""
 
 from __future__ import annotations
 

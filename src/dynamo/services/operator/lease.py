@@ -23,6 +23,8 @@ from dynamo.core.tasks import wait_at_most
 
 log = logging.getLogger(__name__)
 NAME = "dynamo-operator"
+CLUSTER_NAMESPACE = "kube-system"
+LEASES = "/apis/coordination.k8s.io/v1"
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
@@ -36,7 +38,12 @@ class LeaseTimes(msgspec.Struct, frozen=True):
 
 class LeaderLease:
     """Holds or waits for the Lease. A holder stops writing before it ends for others: these count
-    its duration from when they saw the last renewal, with their own clocks."""
+    its duration from when they saw the last renewal, with their own clocks.
+
+    The Lease of an operator of all namespaces ("") is in kube-system, that of an operator of one
+    namespace is there. The two kinds exclude each other. Each writes its own Lease before it looks
+    for a valid one of the other kind, so that at most one of them finds none, and leads.
+    """
 
     def __init__(
         self,
@@ -47,14 +54,16 @@ class LeaderLease:
         times: LeaseTimes,
     ) -> None:
         self._link = link
-        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._namespace = namespace
+        self._collection = f"{LEASES}/namespaces/{namespace or CLUSTER_NAMESPACE}/leases"
         self._path = f"{self._collection}/{NAME}"
         self._identity = identity
         self._clock = clock
         self._times = times
+        self._owns = False
         self._renewed = -1e9
-        self._seen: Mapping[str, Any] = {}
-        self._seen_at = 0.0
+        self._seen: dict[str, tuple[Mapping[str, Any], float]] = {}
+        """By namespace: the Lease as it was last written, and since when it is seen so."""
         self._transitions = 0
         self._version = ""
         self.acquired = asyncio.Event()
@@ -63,6 +72,10 @@ class LeaderLease:
     @property
     def is_held(self) -> bool:
         """Whether this process may write."""
+        return self.acquired.is_set() and self._is_renewed
+
+    @property
+    def _is_renewed(self) -> bool:
         return self._clock.now() < self._renewed + self._times.renew_limit_s
 
     async def run(self) -> None:
@@ -71,54 +84,88 @@ class LeaderLease:
         failure = ""
         while True:
             try:
-                await self._step()
-                failure = ""
+                reason = await self._step()
             except PlaneUnavailable as error:
-                if error.message != failure:
-                    failure = error.message
-                    log.warning("no lease for the operator", extra={"fields": {"error": failure}})
-            if not self.is_held and self.acquired.is_set():
+                reason = error.message
+            if reason and reason != failure:
+                log.warning("no lease for the operator", extra={"fields": {"error": reason}})
+            failure = reason
+            if not self._is_renewed and self.acquired.is_set():
                 self.acquired.clear()
                 self.lost.set()
                 log.warning("the lease of the operator was lost")
             wait_s = self._times.retry_s * (1 if self.is_held else 1 + 0.2 * rng.random())
             await self._clock.sleep(wait_s)
 
-    async def _step(self) -> None:
-        """Renew the Lease, or take it if it is free or has ended."""
+    async def _step(self) -> str:
+        """Renew the Lease, or take it if it is free or has ended. Returns which operator of another
+        Lease this one waits for."""
+        if not self.acquired.is_set() and self._namespace and (other := await self._find_other()):
+            await self.release()
+            return other
+        await self._renew_or_take()
+        if not self._owns or self.acquired.is_set():
+            return ""
+        if not (other := await self._find_other()):
+            self.lost.clear()
+            self.acquired.set()
+        return other
+
+    async def _renew_or_take(self) -> None:
         now = self._clock.now()
-        if self.acquired.is_set():
+        if self._owns:
             with AllowedStatuses(NOT_FOUND, CONFLICT):
                 await self._write("PUT", self._path, now)
                 return
-            self._version = ""  # somebody else has written it
+            self._owns = False  # somebody else has written it
+            self._version = ""
         lease = await self._read()
         if lease is None:
             await self._take("POST", self._collection, now)
             return
         spec = lease.get("spec") or {}
         self._version = lease["metadata"]["resourceVersion"]
-        if spec != self._seen:
-            self._seen, self._seen_at = spec, now
         holder = spec.get("holderIdentity") or ""
-        ends = self._seen_at + (spec.get("leaseDurationSeconds") or self._times.duration_s)
         if holder and holder != self._identity:
             self._renewed = -1e9
-            if now < ends:
+            if self._is_valid(lease):
                 return
         self._transitions = (spec.get("leaseTransitions") or 0) + (holder != self._identity)
         await self._take("PUT", self._path, now)
+
+    def _is_valid(self, lease: Mapping[str, Any]) -> bool:
+        """Whether a Lease has a holder and has not ended."""
+        namespace, spec = lease["metadata"]["namespace"], lease.get("spec") or {}
+        if namespace not in self._seen or self._seen[namespace][0] != spec:
+            self._seen[namespace] = spec, self._clock.now()
+        ends = self._seen[namespace][1] + (spec.get("leaseDurationSeconds") or 0)
+        return bool(spec.get("holderIdentity")) and self._clock.now() < ends
+
+    async def _find_other(self) -> str:
+        """Return what is to be said of an operator whose Lease excludes this one, "" for none."""
+        if self._namespace:
+            lease = await self._read(f"{LEASES}/namespaces/{CLUSTER_NAMESPACE}/leases/{NAME}")
+            leases = [lease] if lease else []
+        else:
+            path = f"{LEASES}/leases?fieldSelector=metadata.name%3D{NAME}"
+            leases = msgspec.json.decode(await self._link.request("GET", path))["items"]
+        for lease in leases:
+            where = lease["metadata"]["namespace"]
+            if where != (self._namespace or CLUSTER_NAMESPACE) and self._is_valid(lease):
+                scope = "all namespaces" if self._namespace else f"namespace {where}"
+                holder = lease["spec"]["holderIdentity"]
+                return f"{holder} is the operator of {scope} (Lease {where}/{NAME}): stop it first"
+        return ""
 
     async def _take(self, method: str, path: str, now: float) -> None:
         # NOT_FOUND of a POST: the namespace is not there
         with AllowedStatuses(CONFLICT, *((NOT_FOUND,) if method == "PUT" else ())):
             await self._write(method, path, now)
-            self.lost.clear()
-            self.acquired.set()
+            self._owns = True
 
-    async def _read(self) -> Mapping[str, Any] | None:
+    async def _read(self, path: str = "") -> Mapping[str, Any] | None:
         with AllowedStatuses(NOT_FOUND):
-            body = await self._link.request("GET", self._path)
+            body = await self._link.request("GET", path or self._path)
             lease: Mapping[str, Any] = msgspec.json.decode(body)
             return lease
         return None
@@ -145,9 +192,10 @@ class LeaderLease:
 
     async def release(self) -> None:
         """Give the Lease back, so that another operator takes it at once."""
-        if not self.is_held:
+        if not self._owns or not self._is_renewed:
             return
         self.acquired.clear()
+        self._owns = False
         try:
             await wait_at_most(self._write("PUT", self._path, -1e9, holder=""), self._times.retry_s)
         except PlaneUnavailable as error:

@@ -48,9 +48,7 @@ class GraphOperator:
         """`namespace`: only graphs of it; "": of all."""
         self._link = link
         identity = f"{os.environ.get('POD_NAME') or os.uname().nodename}-{token_hex(4)}"
-        self.lease = LeaderLease(
-            link, namespace or link.namespace, identity, clock, times or LeaseTimes()
-        )
+        self.lease = LeaderLease(link, namespace, identity, clock, times or LeaseTimes())
         self.loop = OperatorLoop(
             link, namespace, clock, options, may_write=lambda: self.lease.is_held
         )

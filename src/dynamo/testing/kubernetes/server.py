@@ -209,6 +209,7 @@ class ObjectRequest:
             verb = "watch"
         if method == "DELETE" and not name:
             verb = "deletecollection"
+        name = name or self._query.get("fieldSelector", "").removeprefix("metadata.name=")
         plural = target.kind.plural
         if target.subresource:
             plural += f"/{target.subresource}"
