@@ -75,6 +75,23 @@ SERVING = (
     Panel("Inter-token latency", "s", quantiles("dynamo_frontend_inter_token_latency_seconds")),
     Panel("Request duration", "s", quantiles("dynamo_frontend_request_duration_seconds")),
     Panel(
+        "Seconds of a request by stage (mean)", "s",
+        {
+            "{{stage}}": f"{rate('dynamo_request_stage_seconds_sum', 'stage', MODEL)} / on () "
+            f"group_left () {rate('dynamo_frontend_request_duration_seconds_count', '', MODEL)}",
+        },
+        "docs/how-to/why.md tells what each stage is.",
+    ),
+    Panel(
+        "Longest pause of an answer", "s", quantiles("dynamo_request_longest_gap_seconds"),
+        "docs/reference/alerts.md: TokensStall.",
+    ),
+    Panel(
+        "Tokens computed again, after preemptions", "short",
+        {"tokens": rate("dynamo_request_recomputed_tokens_total", matcher=MODEL)},
+        "docs/how-to/kv-memory.md.",
+    ),
+    Panel(
         "Tokens", "short",
         {
             "prompt": rate("dynamo_frontend_input_tokens_total", matcher=MODEL),
@@ -255,12 +272,12 @@ SLO = (
     ),
     Panel(
         "First tokens after more than 5 s", "percentunit",
-        {"late": late_share("dynamo_frontend_time_to_first_token_seconds", "5")},
+        {"late": late_share("dynamo_frontend_time_to_first_token_seconds", "5.0")},
         "docs/reference/alerts.md: FirstTokenLate.",
     ),
     Panel(
         "Pauses of more than 2 s in answers", "percentunit",
-        {"stalled": late_share("dynamo_frontend_inter_token_latency_seconds", "2")},
+        {"stalled": late_share("dynamo_frontend_inter_token_latency_seconds", "2.0")},
         "docs/reference/alerts.md: TokensStall.",
     ),
 )  # fmt: skip

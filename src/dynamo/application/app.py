@@ -122,6 +122,7 @@ class Application:
         clock: Clock,
         registry: Registry,
         *,
+        metrics: FrontendMetrics | None = None,
         reasons: Callable[[], Mapping[str, str]] = dict,
         facts: Callable[[], Mapping[str, Any]] = dict,
         ready: Callable[[], str] = str,
@@ -132,7 +133,7 @@ class Application:
         response_store: ResponseStore | None = None,
         adapter_orders: OrderSender | None = None,
     ) -> None:
-        self.metrics = FrontendMetrics(registry)
+        self.metrics = metrics or FrontendMetrics(registry)
         self.generation = GenerationHandler(
             server, gateway, clock, self.metrics, CallerLimits(server, share_cache=share_cache)
         )

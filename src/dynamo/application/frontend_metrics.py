@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import sub
 
-from dynamo.telemetry.metrics import Counter, Histogram, Registry
+from dynamo.telemetry.metrics import Counter, Histogram, MetricFamily, Registry
 
 DURATION_BUCKETS_S = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -13,6 +13,7 @@ DURATION_BUCKETS_S = (
 )
 TTFT_BUCKETS_S = (0.001, 0.0025, *DURATION_BUCKETS_S[:-2])
 ITL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+STAGE_BUCKETS_S = (0.0005, 0.001, 0.0025, *DURATION_BUCKETS_S[:-3], 300)
 TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -26,16 +27,32 @@ class ModelMetrics:
         self.input_length: Histogram = families.input_length.labels(model)
         self.output_length: Histogram = families.output_length.labels(model)
         self.cached_tokens: Counter = families.cached_tokens.labels(model)
+        self.longest_gap: Histogram = families.longest_gap.labels(model)
+        self.recomputed_tokens: Counter = families.recomputed_tokens.labels(model)
+        self.stages: Mapping[str, Histogram] = {
+            stage: families.stages.labels(model, stage) for stage in families.stage_names
+        }
 
 
 class FrontendMetrics:
     """The metrics of all models of one process.
 
-    Only models that are served become labels, so that clients cannot create time series.
+    Only models that are served become labels, so that clients cannot create time series. The
+    promised times in seconds are bounds of the histograms. Stories have the stages `stage_names`;
+    without them there are no metrics of stages.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        ttft_promise_s: float = 5,
+        gap_promise_s: float = 2,
+        stage_names: Sequence[str] = (),
+    ) -> None:
         by_model = ("model",)
+        gap_bounds = sorted({*ITL_BUCKETS_S, gap_promise_s})
+        self.stage_names = stage_names
         self.requests = registry.counter(
             "dynamo_frontend_requests_total",
             "Generation requests answered, by route and HTTP status (499: the client left); "
@@ -45,13 +62,13 @@ class FrontendMetrics:
         self.time_to_first_token = registry.histogram(
             "dynamo_frontend_time_to_first_token_seconds",
             "From the request being read to the first text",
-            TTFT_BUCKETS_S,
+            sorted({*TTFT_BUCKETS_S, ttft_promise_s}),
             by_model,
         )
         self.inter_token_latency = registry.histogram(
             "dynamo_frontend_inter_token_latency_seconds",
             "Between two texts of one choice",
-            ITL_BUCKETS_S,
+            gap_bounds,
             by_model,
         )
         self.duration = registry.histogram(
@@ -60,6 +77,12 @@ class FrontendMetrics:
             DURATION_BUCKETS_S,
             by_model,
         )
+        self._declare_tokens(registry)
+        self._declare_story_metrics(registry, gap_bounds)
+        self._by_model: dict[str, ModelMetrics] = {}
+
+    def _declare_tokens(self, registry: Registry) -> None:
+        by_model = ("model",)
         self.input_length = registry.histogram(
             "dynamo_frontend_input_sequence_tokens", "Prompt lengths", TOKEN_BUCKETS, by_model
         )
@@ -70,23 +93,37 @@ class FrontendMetrics:
             "dynamo_frontend_input_tokens_total",
             "Prompt tokens",
             by_model,
-            callback=lambda: self._sums_by_model(lambda metrics: metrics.input_length),
+            callback=lambda: _sums_by_model(self.input_length),
         )
         registry.counter(
             "dynamo_frontend_output_tokens_total",
             "Generated tokens",
             by_model,
-            callback=lambda: self._sums_by_model(lambda metrics: metrics.output_length),
+            callback=lambda: _sums_by_model(self.output_length),
         )
         self.cached_tokens = registry.counter(
             "dynamo_frontend_cached_tokens_total", "Prompt tokens found in a KV cache", by_model
         )
-        self._by_model: dict[str, ModelMetrics] = {}
 
-    def _sums_by_model(
-        self, histogram_of: Callable[[ModelMetrics], Histogram]
-    ) -> Mapping[tuple[str, ...], float]:
-        return {(name,): histogram_of(metrics).sum for name, metrics in self._by_model.items()}
+    def _declare_story_metrics(self, registry: Registry, gap_bounds: Sequence[float]) -> None:
+        """Declare what is counted from the stories of requests."""
+        self.longest_gap = registry.histogram(
+            "dynamo_request_longest_gap_seconds",
+            "Longest pause between two texts of an answer",
+            [*gap_bounds, *(bound for bound in (10, 30, 60) if bound > gap_bounds[-1])],
+            ("model",),
+        )
+        self.recomputed_tokens = registry.counter(
+            "dynamo_request_recomputed_tokens_total",
+            "Tokens that workers computed again after a preemption",
+            ("model",),
+        )
+        self.stages = registry.histogram(
+            "dynamo_request_stage_seconds",
+            "Time of requests by stage, from their stories",
+            STAGE_BUCKETS_S,
+            ("model", "stage"),
+        )
 
     def for_model(self, name: str) -> ModelMetrics:
         """Return the metrics of a served model."""
@@ -106,10 +143,17 @@ class FrontendMetrics:
             self.input_length,
             self.output_length,
             self.cached_tokens,
+            self.longest_gap,
+            self.recomputed_tokens,
+            self.stages,
         )
         for family in families:
             for values in [values for values in family.children if values[0] == name]:
                 family.remove(*values)
+
+
+def _sums_by_model(family: MetricFamily[Histogram]) -> Mapping[tuple[str, ...], float]:
+    return {model: histogram.sum for model, histogram in family.children.items()}
 
 
 MAX_PENDING_TIMESTAMPS = 64

@@ -13,7 +13,8 @@ from dynamo.application.gateway import Gateway, ServedEmbeddingModel, ServedMode
 from dynamo.application.routes import Route
 from dynamo.core.clock import Clock
 from dynamo.telemetry.health import HealthReport, ready_answer
-from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Registry
+from dynamo.telemetry.metrics import Registry
+from dynamo.telemetry.openmetrics import exposition
 
 
 class MetricsSource(Protocol):
@@ -82,7 +83,8 @@ class StatusHandler:
         """GET /metrics."""
         source = self._metrics_source
         text = self._registry.render() if source is None else await source.render()
-        exchange.send(PROMETHEUS_CONTENT_TYPE, text.encode())
+        accept = exchange.request.header(b"accept")
+        exchange.send(*exposition(text, accept, self._registry.exemplars()))
 
     async def targets(self, exchange: Exchange) -> None:
         """GET /metrics/targets: the status ports to scrape, for Prometheus' http_sd_configs."""

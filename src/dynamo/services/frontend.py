@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.application import Application, Gateway
+from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.generation.stories import Stories
 from dynamo.application.large_bodies import default_body_bytes
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
@@ -18,6 +19,7 @@ from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
+from dynamo.operations.observer.stages import STAGES
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.adapters import AdapterOrders
@@ -26,6 +28,7 @@ from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.observing.observer_urls import find_observer_url
 from dynamo.services.observing.publisher import StoryPublisher
+from dynamo.services.observing.slo_counter import promised_ttft_s
 from dynamo.services.observing.trace_export import TraceOptions
 from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
 from dynamo.services.processor import ProcessorEndpoints
@@ -140,6 +143,12 @@ class FrontendService:
             gateway,
             runtime.clock,
             runtime.metrics,
+            metrics=FrontendMetrics(
+                runtime.metrics,
+                ttft_promise_s=promised_ttft_s(runtime.settings),
+                gap_promise_s=runtime.settings.observer.gap_slo,
+                stage_names=STAGES if runtime.settings.observer.enabled else (),
+            ),
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,
             ready=self._unready_reason,
@@ -157,7 +166,7 @@ class FrontendService:
             self._recorder.start()
             listeners.append(self._recorder.add)
         if runtime.settings.observer.enabled:
-            self._publisher = StoryPublisher(runtime, self._routing.sample)
+            self._publisher = StoryPublisher(runtime, self._routing.sample, application.metrics)
             listeners.append(self._publisher.add)
         if self._publisher is not None and (options := TraceOptions.from_environ(os.environ)):
             application.trace_ratio = options.ratio

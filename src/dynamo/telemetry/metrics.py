@@ -21,10 +21,10 @@ T = TypeVar("T")
 ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
 """Called at each scrape. Returns the value, or values by label values."""
 
-MergeMode = Literal["sum", "max"]
+Exemplar = tuple[Mapping[str, str], float]
+"""Labels of an example, and its Unix time."""
 
-PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The content type of `Registry.render`."""
+MergeMode = Literal["sum", "max"]
 
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
@@ -66,15 +66,21 @@ class Gauge:
 
 
 class Histogram:
-    """Counts values by inclusive upper bound. `counts` has one more entry, for +Inf."""
+    """Counts values by inclusive upper bound. `counts` has one more entry, for +Inf. `exemplars`:
+    the last value that was named in a bucket, with its labels and Unix time."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
     kind = "histogram"
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum: float = 0
+        self.exemplars: dict[int, tuple[float, Exemplar]] = {}
+
+    def set_exemplar(self, value: float, exemplar: Exemplar) -> None:
+        """Name a value that was counted, for OpenMetrics."""
+        self.exemplars[bisect_left(self.bounds, value)] = value, exemplar
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -257,6 +263,15 @@ class Registry:
         lines += [text.rstrip("\n") for text in texts if text]
         return "\n".join(lines) + "\n"
 
+    def exemplars(self) -> dict[str, str]:
+        """Return the exemplars of all histograms in OpenMetrics' format, by series."""
+        texts: dict[str, str] = {}
+        for entry in self._metrics.values():
+            if entry.kind == "histogram":
+                for values, child in _label_values(entry):
+                    texts |= _exemplar_texts(entry, values, child)
+        return texts
+
 
 def _call_foreign(function: Callable[[], T]) -> T | None:
     """Return the result of a program's function, or None after a failure, which is logged."""
@@ -298,7 +313,7 @@ def _callback_values(callback: ScrapeCallback) -> list[tuple[tuple[str, ...], Me
 def _sample_lines(
     entry: _RegisteredMetric, values: tuple[str, ...], child: Metric | float
 ) -> list[str]:
-    pairs = [f'{name}="{_escape(value)}"' for name, value in zip(entry.labels, values, strict=True)]
+    pairs = _label_pairs(entry.labels, values)
     if not isinstance(child, Histogram):
         value = child if isinstance(child, int | float) else child.value
         return [f"{_series_name(entry.name, pairs)} {format_number(value)}"]
@@ -306,11 +321,34 @@ def _sample_lines(
     total = 0
     for bound, count in zip([*child.bounds, float("inf")], child.counts, strict=True):
         total += count
-        series = _series_name(f"{entry.name}_bucket", [*pairs, f'le="{format_number(bound)}"'])
-        lines.append(f"{series} {total}")
+        lines.append(f"{_bucket_name(entry.name, pairs, bound)} {total}")
     lines.append(f"{_series_name(f'{entry.name}_sum', pairs)} {format_number(child.sum)}")
     lines.append(f"{_series_name(f'{entry.name}_count', pairs)} {total}")
     return lines
+
+
+def _exemplar_texts(
+    entry: _RegisteredMetric, values: tuple[str, ...], histogram: Any
+) -> dict[str, str]:
+    pairs = _label_pairs(entry.labels, values)
+    bounds = [*histogram.bounds, float("inf")]
+    return {
+        _bucket_name(entry.name, pairs, bounds[index]): (
+            f" # {{{','.join(_label_pairs(tuple(labels), tuple(labels.values())))}}} "
+            f"{value!r} {time_s:.3f}"
+        )
+        for index, (value, (labels, time_s)) in histogram.exemplars.items()
+    }
+
+
+def _label_pairs(names: tuple[str, ...], values: tuple[str, ...]) -> list[str]:
+    return [f'{name}="{_escape(value)}"' for name, value in zip(names, values, strict=True)]
+
+
+def _bucket_name(name: str, pairs: Sequence[str], bound: float) -> str:
+    """Return the series of a bucket. Bounds are floats, as OpenMetrics and Prometheus 3 have it."""
+    text = "+Inf" if bound == float("inf") else repr(float(bound))
+    return _series_name(f"{name}_bucket", [*pairs, f'le="{text}"'])
 
 
 def _series_name(name: str, pairs: Sequence[str]) -> str:

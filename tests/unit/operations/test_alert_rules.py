@@ -102,8 +102,8 @@ PROVOKED: Mapping[str, Provocation] = {
             REQUESTS % (FRONTEND, "m", "chat", "200"): counter(50, 50),
         }
     ),
-    "FirstTokenLate": Provocation(late(FIRST_TOKENS, "5", 10)),
-    "TokensStall": Provocation(late(GAPS, "2", 100)),
+    "FirstTokenLate": Provocation(late(FIRST_TOKENS, "5.0", 10)),
+    "TokensStall": Provocation(late(GAPS, "2.0", 100)),
     "BudgetBurnsFast": answers(10, END + 25),
     "BudgetBurns": answers(6, END + 130),
     "BudgetBurnsSlow": answers(5, END + 1450),
@@ -196,7 +196,7 @@ def test_an_alert_begins_with_its_cause_and_ends_after_it(name: str) -> None:
 
 
 def test_a_share_of_few_requests_is_no_alert() -> None:
-    assert not any(evaluate(Provocation(late(FIRST_TOKENS, "5", 0.1))))
+    assert not any(evaluate(Provocation(late(FIRST_TOKENS, "5.0", 0.1))))
 
 
 def promtool_values(values: Values, length: int) -> str:

@@ -236,7 +236,7 @@ async def test_metrics_of_an_endpoint_are_scraped(runtime: Any) -> None:
     labels = 'dynamo_namespace="n",dynamo_component="c",dynamo_endpoint="e"'
     assert f'dynamo_component_updates{{{labels},method="callback"}} 1\n' in text
     assert f'dynamo_component_usage{{gpu="0",{labels}}} 1.5\n' in text
-    assert f'dynamo_component_delay_bucket{{{labels},le="1"}} 1\n' in text
+    assert f'dynamo_component_delay_bucket{{{labels},le="1.0"}} 1\n' in text
     assert text.endswith("\nforeign 1\n")
     assert updates.name == updates.name() == "dynamo_component_updates"
     assert updates.const_labels()["method"] == "callback"

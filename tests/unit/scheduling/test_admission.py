@@ -360,7 +360,7 @@ def test_waits_are_measured_and_a_dequeue_ends_the_time_limit() -> None:
         metrics = cluster.metrics.render()
         assert "dynamo_admission_wait_seconds_count 1\n" in metrics
         assert 'dynamo_admission_wait_seconds_bucket{le="0.3"} 0\n' in metrics
-        assert 'dynamo_admission_wait_seconds_bucket{le="1"} 1\n' in metrics
+        assert 'dynamo_admission_wait_seconds_bucket{le="1.0"} 1\n' in metrics
         assert rejections(cluster) == []
 
     run_scenario(scenario, 1, limits=RouterSettings(ttft_slo=2.0))

@@ -8,7 +8,10 @@ from typing import Any
 from tests.unit.observer.stories import make_attempt, make_story
 from tests.unit.processes import Open
 
+from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.communication.events import Event
+from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.operations.observer.stages import STAGES
 from dynamo.services.observing import publisher as publishing
 from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.telemetry.story import (
@@ -84,3 +87,32 @@ async def test_cost_tables_are_built_for_some_requests_of_a_batch(
     stories = (await next_batch()).stories
     assert [story.attempts[0].cost_table() for story in stories] == [[*TABLE], [], []]
     assert len(built) == 1
+
+
+async def test_stories_are_counted_by_stage_and_named_as_examples(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    registry = runtime.metrics
+    metrics = FrontendMetrics(registry, ttft_promise_s=0.75, gap_promise_s=3, stage_names=STAGES)
+    publisher = StoryPublisher(runtime, lambda: None, metrics)
+    await publisher.start()
+    times = WorkerTimes(queue_s=0.0, kv_s=0.0, prefill_s=0.04, decode_s=0.1, recomputed_tokens=7)
+    publisher.add(wrap(make_story(make_attempt(times=times), trace="ab" * 16, gap_us=20_000)))
+    publisher.add(wrap(make_story(request_id="nobody", model="", end="model_not_found")))
+    publisher.publish()
+
+    lines = registry.render().splitlines()
+    decode = 'dynamo_request_stage_seconds_bucket{model="m",stage="decode"'
+    assert [line for line in lines if line.startswith(f'{decode},le="0.1"}}')] == [
+        f'{decode},le="0.1"}} 1'
+    ]
+    assert 'dynamo_request_stage_seconds_count{model="m",stage="worker"} 0' in lines
+    assert 'dynamo_request_longest_gap_seconds_bucket{model="m",le="3.0"} 1' in lines
+    assert 'dynamo_request_recomputed_tokens_total{model="m"} 7' in lines
+    assert 'dynamo_frontend_time_to_first_token_seconds_bucket{model="m",le="0.75"} 0' in lines
+    assert not [line for line in lines if 'model=""' in line]
+    first = 'dynamo_frontend_time_to_first_token_seconds_bucket{model="m",le="0.1"}'
+    assert registry.exemplars()[first] == (
+        f' # {{trace_id="{"ab" * 16}",request_id="r-1"}} 0.051 1000.152'
+    )
+    metrics.remove_model("m")
+    assert not [line for line in registry.render().splitlines() if 'stage="decode"' in line]

@@ -33,7 +33,7 @@ def test_a_histogram_counts_values_up_to_its_bounds() -> None:
 
     assert registry.render().splitlines()[2:] == [
         'dynamo_h_seconds_bucket{le="0.1"} 3',
-        'dynamo_h_seconds_bucket{le="1"} 4',
+        'dynamo_h_seconds_bucket{le="1.0"} 4',
         'dynamo_h_seconds_bucket{le="+Inf"} 5',
         "dynamo_h_seconds_sum 7.699999999999999",
         "dynamo_h_seconds_count 5",
@@ -87,7 +87,7 @@ def test_metrics_of_several_processes_are_merged() -> None:
 
     assert 'dynamo_active{model="a b"} 5' in merged
     assert "dynamo_known 3" in merged
-    assert 'dynamo_t_seconds_bucket{le="1"} 2' in merged
+    assert 'dynamo_t_seconds_bucket{le="1.0"} 2' in merged
     assert "dynamo_t_seconds_count 2" in merged
     assert len([line for line in merged if line.startswith("# TYPE")]) == 3
 

@@ -31,7 +31,7 @@ def test_each_model_has_series_of_its_own() -> None:
         'routed{model="a"} 1',
         'routed{model="b"} 0',
     ]
-    assert 'wait_bucket{model="b",le="1"} 0' in samples(registry)
+    assert 'wait_bucket{model="b",le="1.0"} 0' in samples(registry)
 
 
 def test_a_metric_that_is_declared_again_continues() -> None:

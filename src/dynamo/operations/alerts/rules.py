@@ -37,7 +37,7 @@ def _happened(
 def _late(histogram: str, bound_s: int, share: float, least: float) -> tuple[AlertCondition]:
     """Return the condition that more than `share` of a histogram is above a bound."""
     count = _growth(f"{histogram}_count")
-    on_time = _growth(f"{histogram}_bucket", where={"le": str(bound_s)})
+    on_time = _growth(f"{histogram}_bucket", where={"le": str(float(bound_s))})
     return (AlertCondition(count, share, minus=on_time, over=count, least=least),)
 
 

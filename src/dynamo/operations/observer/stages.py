@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dynamo.core.timing.worker_times import WorkerTimes
@@ -63,6 +63,35 @@ def find_stages(story: EndedStory) -> list[StageTime]:
             rest = UNKNOWN
         spans.append((rest, story.ended_us - passed_us, None))
     return list(_put_in_order(spans, story.ended_us))
+
+
+def stage_durations(story: EndedStory) -> Iterable[tuple[str, int]]:
+    """Return names and microseconds as `find_stages` does, with stages that took no time. Most
+    stories have one attempt and take 2 us."""
+    if len(story.attempts) == 1 and not story.limit_us and story.admitting_us is not None:
+        (attempt,) = story.attempts
+        times, first_us = attempt.times, attempt.first_us
+        if first_us is not None and times is not None and times.prefill_s is not None:
+            queue_us, prefill_us, transfer_us = _prompt_times(times)
+            decode_us = attempt.ended_us - first_us
+            if times.decode_s is not None:
+                decode_us = min(decode_us, int(times.decode_s * 1e6))
+            send_us = first_us - attempt.placed_us - queue_us - prefill_us - transfer_us
+            stages = (
+                ("read", story.read_us),
+                ("tokenise", story.admitting_us - story.read_us),
+                ("admit", attempt.choosing_us - story.admitting_us),
+                ("place", attempt.placed_us - attempt.choosing_us),
+                ("send", send_us),
+                ("queue", queue_us),
+                ("transfer", transfer_us),
+                ("prefill", prefill_us),
+                ("decode", decode_us),
+                ("deliver", story.ended_us - first_us - decode_us),
+            )
+            if min(us for _, us in stages) >= 0:
+                return stages
+    return ((stage.name, stage.us) for stage in find_stages(story))
 
 
 def find_worker_stages(attempt: AttemptFacts) -> list[StageTime]:

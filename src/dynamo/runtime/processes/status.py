@@ -35,7 +35,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.telemetry import Registry, render_merged
 from dynamo.telemetry.health import HealthReport, ready_answer
-from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
+from dynamo.telemetry.openmetrics import exposition
 from dynamo.telemetry.stderr import dropped_lines
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.processes.supervisor_metrics import ScrapedProcess
 
 JSON_HEADERS = (("content-type", "application/json"),)
-METRICS_HEADERS = (("content-type", PROMETHEUS_CONTENT_TYPE),)
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
@@ -118,13 +117,18 @@ class StatusServer:
             retry = (("retry-after", str(RETRY_AFTER_S)),) if status == 503 else ()
             response.send(status, (*JSON_HEADERS, *retry), msgspec.json.encode(body))
         elif request.path == "/metrics":
-            response.send(200, METRICS_HEADERS, self._metrics.render().encode())
+            self._send_metrics(request, response, self._metrics.render())
         elif request.path == "/metrics/all":
-            response.send(200, METRICS_HEADERS, (await self._render_all()).encode())
+            self._send_metrics(request, response, await self._render_all())
         elif request.path == "/favicon.ico":  # browsers ask for it and show a 404 as an error
             response.send(204, (), b"")
         else:
             response.send(404, JSON_HEADERS, b'{"error": "use /health, /live, /ready or /metrics"}')
+
+    def _send_metrics(self, request: Request, response: Response, text: str) -> None:
+        exemplars = self._metrics.exemplars()
+        content_type, body = exposition(text, request.header(b"accept"), exemplars)
+        response.send(200, (("content-type", content_type),), body)
 
     async def _render_all(self) -> str:
         """Return the merged metrics. A process that does not answer in time is left out."""

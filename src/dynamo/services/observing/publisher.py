@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.communication.events import EventSource
 from dynamo.core.text import TextOptions
 from dynamo.core.values import GenerateRequest
+from dynamo.operations.observer.stages import stage_durations
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
 from dynamo.services.observing.slo_counter import SloCounter
@@ -41,13 +43,17 @@ LATE_US = 5_000_000
 
 class StoryPublisher:
     """Collects stories (`add` is a `StoryListener`) and the choices of a router process.
-    `sample` returns what the process knows of its workers."""
+    `sample` returns what the process knows of its workers. `metrics` are those of a frontend."""
 
     def __init__(
-        self, runtime: DistributedRuntime, sample: Callable[[], ProcessSample | None]
+        self,
+        runtime: DistributedRuntime,
+        sample: Callable[[], ProcessSample | None],
+        metrics: FrontendMetrics | None = None,
     ) -> None:
         self._runtime = runtime
         self._sample = sample
+        self._metrics = metrics
         self._pending: deque[EndedStory | None] = deque(maxlen=MAX_PENDING)
         self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
         self._source: EventSource
@@ -156,6 +162,9 @@ class StoryPublisher:
             broken = self._slo.count(story)
             matters = broken or bool(story.end) or moved or story.ended_us > LATE_US
             good += not matters
+            if self._metrics is not None and story.model:
+                is_example = matters or good <= MAX_TABLES
+                _count_story(self._metrics.for_model(story.model), story, is_example=is_example)
             if not matters and good > MAX_STORIES:
                 continue
             if story.options is not None:
@@ -172,6 +181,28 @@ class StoryPublisher:
         if dropped:
             self._dropped.inc(dropped)
         return stories, dropped
+
+
+def _count_story(metrics: ModelMetrics, story: EndedStory, *, is_example: bool) -> None:
+    """Add a story to the metrics of its model; `is_example`: name it at the buckets it is in."""
+    stages = metrics.stages
+    for name, us in stage_durations(story):
+        if us:
+            stages[name].observe(us * 1e-6)
+    first_us, gap_s = story.first_us, story.gap_us * 1e-6
+    if story.output_tokens > 1:
+        metrics.longest_gap.observe(gap_s)
+    for attempt in story.attempts:
+        if attempt.times is not None and attempt.times.recomputed_tokens:
+            metrics.recomputed_tokens.inc(attempt.times.recomputed_tokens)
+    if is_example:
+        ids = {"trace_id": story.trace} if story.trace else {}
+        exemplar = ({**ids, "request_id": story.request_id}, story.wall_s + story.ended_us * 1e-6)
+        metrics.duration.set_exemplar(story.ended_us * 1e-6, exemplar)
+        if first_us is not None:
+            metrics.time_to_first_token.set_exemplar(first_us * 1e-6, exemplar)
+        if story.output_tokens > 1:
+            metrics.longest_gap.set_exemplar(gap_s, exemplar)
 
 
 def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
