@@ -136,7 +136,14 @@ def samples(cluster: Cluster) -> list[Sample]:
     assert sorted(group["labels"]["role"] for group in groups) == roles
     assert all(group["labels"].keys() == TARGET_LABELS for group in groups)
     assert len({target for group in groups for target in group["targets"]}) == len(roles)
+    until(lambda: counts_stories(cluster.port), timeout_s=10)
     return [sample for group in groups for sample in scrape(group)]
+
+
+def counts_stories(port: int) -> bool:
+    """Whether the frontends have counted the six requests, which they do once a second."""
+    text = fetch(f"http://127.0.0.1:{port}/metrics")[1]
+    return 'dynamo_request_longest_gap_seconds_count{model="tiny"} 6' in text
 
 
 def test_every_query_of_the_dashboards_has_data(samples: list[Sample]) -> None:
