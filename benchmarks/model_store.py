@@ -32,6 +32,7 @@ from dynamo.models.downloads.sources import ModelSpec
 from dynamo.models.shelf.manifest import PIECE_BYTES
 from dynamo.models.shelf.shelf import Shelf
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.processes.process import run_on_loop
 from dynamo.services.model_store.download import fetch_model
 from dynamo.services.model_store.store import ModelStore
 
@@ -54,7 +55,7 @@ async def run_process(root: Path, name: str, mode: str) -> None:
     store = ModelStore(runtime, Shelf(shelf))
     await store.start()
     await asyncio.sleep(0.3)  # others are seen
-    began, cpu = time.monotonic(), time.process_time()
+    began, cpu, loop_cpu = time.monotonic(), time.process_time(), time.thread_time()
     started = False
 
     def progress(_: str, done: int, __: int) -> None:
@@ -66,16 +67,23 @@ async def run_process(root: Path, name: str, mode: str) -> None:
     model = await fetch_model(store, SPEC, progress)
     spoil(store, mode)
     answer = {"s": time.monotonic() - began, "cpu": time.process_time() - cpu}
+    answer["loop_cpu"] = time.thread_time() - loop_cpu
     print(json.dumps(answer | {"sound": not shelf_damage(model)}), flush=True)
-    lags: list[float] = []
     waiting = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
-    while not waiting.done():
-        before = time.monotonic()
-        await asyncio.sleep(TICK_S)
-        lags.append(time.monotonic() - before - TICK_S)
-    lags.sort()
-    print(json.dumps({"lag_p99_ms": 1000 * lags[int(0.99 * (len(lags) - 1))]}), flush=True)
+    print(json.dumps(await measure_lag(store, waiting)), flush=True)
     await runtime.shutdown(0)
+
+
+async def measure_lag(store: ModelStore, ending: asyncio.Future[str]) -> dict[str, float]:
+    """Return the 99th percentile of the loop's lag in ms, while pieces are served and otherwise."""
+    lags: dict[bool, list[float]] = {False: [], True: []}
+    while not ending.done():
+        before, sent_bytes = time.monotonic(), store.server.sent_bytes
+        await asyncio.sleep(TICK_S)
+        lag = 1000 * (time.monotonic() - before - TICK_S)
+        lags[store.server.sent_bytes != sent_bytes].append(lag)
+    idle, serving = (sorted(each or [0.0])[len(each) * 99 // 100] for each in lags.values())
+    return {"idle_ms": idle, "serving_ms": serving}
 
 
 def shelf_damage(model: Any) -> list[str]:
@@ -100,6 +108,12 @@ def spoil(store: ModelStore, mode: str) -> None:
         store.server._send_piece = hang  # type: ignore[method-assign]  # noqa: SLF001
     elif mode == "dying":
         offer.read = die
+
+
+def cpu_s(process: subprocess.Popen[str]) -> float:
+    """Return the CPU seconds of a process so far."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Bench:
@@ -165,6 +179,29 @@ class Bench:
             print(f"killed {count}: {again:.3f} of the bytes after it, {whole:.3f} in all")
             shutil.rmtree(cache)
 
+    def rate(self) -> None:
+        """The rate of one peer on loopback, and the CPU seconds for each GB at both ends."""
+        peer = self.start("peer", "keeper")
+        self.result(peer)
+        for number in range(3):
+            before = cpu_s(peer)
+            reader = self.offline(f"reader-{number}")
+            answer = self.result(reader)
+            gigabytes = self.size / 1e9
+            print(
+                f"one peer: {gigabytes / answer['s']:.2f} GB/s; CPU seconds for each GB: "
+                f"reader {answer['cpu'] / gigabytes:.2f}, {answer['loop_cpu'] / gigabytes:.2f} of "
+                f"them in its event loop, "
+                f"peer {(cpu_s(peer) - before) / gigabytes:.2f}"
+            )
+            self.end(reader)
+            shutil.rmtree(self.root / f"reader-{number}")
+        (lag,) = self.end(peer)
+        print(
+            f"the peer's event loop: p99 of its lag {lag['serving_ms']:.1f} ms while it serves, "
+            f"{lag['idle_ms']:.1f} ms otherwise"
+        )
+
     def peers(self) -> None:
         """A reader of a sound peer, then of a damaged, a hanging and a dying one beside it."""
         sound = self.start("sound", "keeper")
@@ -182,9 +219,7 @@ class Bench:
         print(f"four peers, three of them bad: {seconds / alone:.2f} of the time of the sound one")
         for process in others:
             process.kill()
-        self.end(reader)
-        (lag,) = self.end(sound)
-        print(f"the peer's event loop: p99 of its lag {lag['lag_p99_ms']:.1f} ms")
+        self.end(reader, sound)
 
     def readers(self) -> None:
         """Twenty readers that are killed midway, and one more."""
@@ -236,12 +271,12 @@ def running_bench(size: int) -> Iterator[Bench]:
         yield Bench(hub, Path(folder), size)
 
 
-PARTS = ("eight", "kills", "peers", "readers", "sixteen", "starts")
+PARTS = ("rate", "eight", "kills", "peers", "readers", "sixteen", "starts")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["process"]:
-        asyncio.run(run_process(Path(sys.argv[2]), sys.argv[3], sys.argv[4]))
+        run_on_loop(run_process(Path(sys.argv[2]), sys.argv[3], sys.argv[4]))
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))

@@ -34,13 +34,14 @@ Item = tuple[int, int, bytes]
 
 
 class FrameSplitter:
-    """Splits a byte stream into frames. Keeps at most one partial frame between calls."""
+    """Splits a byte stream into frames. Keeps at most one partial frame between calls, in the parts
+    in which it came: a large one is copied once."""
 
     __slots__ = ("_needed_bytes", "_partial", "limit_bytes")
 
     def __init__(self, limit_bytes: int = MAX_HELLO_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        self._partial = bytearray()
+        self._partial: list[bytes] = []
         self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -48,14 +49,15 @@ class FrameSplitter:
         above the limit; `feed(b"")` continues at a later one."""
         partial = self._partial
         if partial:
-            partial += data
-            if len(partial) < self._needed_bytes:
+            partial.append(data)
+            self._needed_bytes -= len(data)
+            if self._needed_bytes > 0:
                 return []
-            data = bytes(partial)
+            data = b"".join(partial)
             partial.clear()
         frames: list[Frame] = []
         offset, size, header = 0, len(data), HEADER.size
-        self._needed_bytes = header
+        needed = header
         while size - offset >= header:
             length, kind, _, count = HEADER.unpack_from(data, offset)
             if length > self.limit_bytes:
@@ -64,12 +66,13 @@ class FrameSplitter:
                 raise ProtocolError(f"a frame of {length} bytes, limit {self.limit_bytes}")
             end = offset + header + length
             if end > size:
-                self._needed_bytes = end - offset
+                needed = end - offset
                 break
             frames.append((kind, count, data[offset + header : end]))
             offset = end
         if offset < size:
-            partial += data[offset:] if offset else data
+            partial.append(data[offset:] if offset else data)
+            self._needed_bytes = needed - (size - offset)
         return frames
 
 
@@ -91,7 +94,10 @@ def unpack_number(body: bytes) -> int:
 
 
 def pack_items(
-    kind: int, streams: Sequence[int], payloads: Sequence[bytes], ends: Sequence[int] = ()
+    kind: int,
+    streams: Sequence[int],
+    payloads: Sequence[bytes | memoryview],
+    ends: Sequence[int] = (),
 ) -> bytes:
     """Encode items of many streams as one frame.
 
@@ -126,7 +132,10 @@ def unpack_items(body: bytes, count: int) -> list[Item]:
 
 
 def pack_batches(
-    kind: int, streams: Sequence[int], payloads: Sequence[bytes], ends: Sequence[int] = ()
+    kind: int,
+    streams: Sequence[int],
+    payloads: Sequence[bytes | memoryview],
+    ends: Sequence[int] = (),
 ) -> list[bytes]:
     """Encode items like `pack_items`, split into several frames above the batch limits."""
     if len(payloads) <= MAX_BATCH_ITEMS and sum(map(len, payloads)) <= MAX_BATCH_BYTES:
@@ -148,7 +157,7 @@ def pack_batches(
 def _pack_slice(
     kind: int,
     streams: Sequence[int],
-    payloads: Sequence[bytes],
+    payloads: Sequence[bytes | memoryview],
     end_indices: set[int],
     start: int,
     stop: int,

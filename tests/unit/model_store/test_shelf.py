@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.support.fake_hub import running_hub
+from tests.support.fake_hub import COMMIT, running_hub
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.downloads.fetching import fetch_alone
@@ -68,8 +68,8 @@ def test_pieces_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path) -
     partial = PartialModel.open(tmp_path / "part", Manifest("model", "abc", (file,)))
     for content in (b"0123456788", b"012345678", b"01234567890"):
         with pytest.raises(ValueError, match="damaged"):
-            partial.write(0, content)
-    partial.write(0, b"0123456789")
+            partial.write(0, [content])
+    partial.write(0, [b"0123456789"])
     assert partial.is_complete
     partial.close()
 
@@ -79,11 +79,26 @@ def test_a_size_or_hash_that_lies_serves_nothing(tmp_path: Path) -> None:
     wrong = replace(FILE, sha256="0" * 64)
     with shelf.lock_model("model"):
         partial = shelf.open_partial(Manifest("model", "abc", (wrong,)))
-        partial.write(0, b"0123456789")
+        partial.write(0, [b"0123456789"])
         with pytest.raises(ModelUnavailable, match="has not the hash that its source names"):
             shelf.finish(partial, "main")
         partial.close()
     assert shelf.find("model", "main") is None
+
+
+def test_the_hashes_that_a_peer_told_do_not_outlive_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that was damaged has named the pieces of a download, and the hub continues it."""
+    shelf = Shelf(tmp_path)
+    lies = ManifestFile("model.safetensors", 10, "0" * 64, bytes(range(32)))
+    with shelf.lock_model("org/model"):
+        shelf.open_partial(Manifest("org/model", COMMIT, (lies,))).close()
+    files = {"config.json": b"{}", "model.safetensors": b"0123456789"}
+    with running_hub({"org/model": files}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        model = fetch_alone(ModelSpec("org/model"), shelf)
+    assert (model.folder / "model.safetensors").read_bytes() == b"0123456789"
 
 
 def store(shelf: Shelf, name: str, content: bytes) -> None:
@@ -91,7 +106,7 @@ def store(shelf: Shelf, name: str, content: bytes) -> None:
     manifest = Manifest(name, "abc", (ManifestFile("model.safetensors", len(content)),))
     with shelf.lock_model(name):
         partial = shelf.open_partial(manifest)
-        partial.write(0, content)
+        partial.write(0, [content])
         shelf.finish(partial, "main")
         partial.close()
 
@@ -152,7 +167,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     partial = shelf.open_partial(Manifest("model", "abc", (FILE,)))
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(ModelUnavailable, match="No space left on device") as caught:
-        partial.write(0, b"0123456789")
+        partial.write(0, [b"0123456789"])
     assert "free disk space" in caught.value.hint
     partial.close()
 

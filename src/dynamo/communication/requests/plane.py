@@ -46,8 +46,8 @@ class ResponseWriter(ABC):
     is_alive: Callable[[], bool] | None
 
     @abstractmethod
-    def send(self, payload: bytes) -> bool:
-        """Queue one payload. Never blocks.
+    def send(self, payload: bytes | memoryview) -> bool:
+        """Queue one payload, a view of bytes that do not change. Never blocks.
 
         All payloads of one loop iteration leave in one frame per connection. False: the caller is
         gone and the handler is being cancelled.

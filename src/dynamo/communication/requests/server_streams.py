@@ -27,7 +27,7 @@ class SendQueue:
     def __init__(self, schedule_flush: Callable[[], None]) -> None:
         self.schedule_flush = schedule_flush
         self.streams: list[int] = []
-        self.payloads: list[bytes] = []
+        self.payloads: list[bytes | memoryview] = []
         self.ends: list[int] = []
         self.open_streams: dict[int, ServerStream] = {}
 
@@ -68,7 +68,7 @@ class ServerStream(ResponseWriter):
         self._window_opened: asyncio.Event | None = None
         queue.open_streams[stream] = self
 
-    def send(self, payload: bytes) -> bool:
+    def send(self, payload: bytes | memoryview) -> bool:
         if self._closed:
             return False
         size = len(payload)

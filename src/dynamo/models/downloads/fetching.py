@@ -89,7 +89,7 @@ def fetch_piece(partial: PartialModel, source: Source, number: int, stopped: Eve
         content = head.read()
     path.unlink(missing_ok=True)
     try:
-        partial.write(number, content)
+        partial.write(number, [content])
     except ValueError as error:
         raise ModelUnavailable(f"{file.path} of {partial.manifest.name} arrived damaged") from error
     return fetched

@@ -18,6 +18,8 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from msgspec.structs import replace
+
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.redaction import remember_secrets
 from dynamo.models.downloads.sources import (
@@ -79,10 +81,11 @@ class HubSource:
             commit = str(info["sha"])
             entries = {str(entry["rfilename"]): entry for entry in info.get("siblings") or ()}
             names = choose_files(spec, list(entries), with_weights=self._with_weights)
-            for manifest in known:
-                if (manifest.commit, manifest.with_weights) == (commit, self._with_weights):
-                    return manifest
-            files = tuple(self._describe(commit, name, entries[name]) for name in names)
+            old = [manifest.files for manifest in known if manifest.commit == commit]
+            known_files = {file.path: file for files in old for file in files}
+            files = tuple(
+                self._describe(commit, name, entries[name], known_files.get(name)) for name in names
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceUnavailable(
                 f"{name} cannot be fetched from the hub: the answer of {self._endpoint} is not "
@@ -120,11 +123,16 @@ class HubSource:
         if not got:
             raise self._unreachable_error("the answer has no content")
 
-    def _describe(self, commit: str, path: str, entry: dict[str, Any]) -> ManifestFile:
-        """Return a file with its hash. A file without one on the hub is small and read now."""
+    def _describe(
+        self, commit: str, path: str, entry: dict[str, Any], known: ManifestFile | None
+    ) -> ManifestFile:
+        """Return a file with its hash. A file without one on the hub is small and read now, unless
+        it is `known`."""
         size, lfs = int(entry.get("size") or 0), entry.get("lfs")
         if isinstance(lfs, dict) and lfs.get("sha256"):
             return ManifestFile(path, int(lfs.get("size") or size), str(lfs["sha256"]))
+        if known is not None and known.sha256:
+            return replace(known, digests=b"")
         with self._open(self._address(commit, path)) as response:
             content = response.read(MAX_SMALL_BYTES + 1)
         oid = hashlib.sha1(b"blob %d\0" % len(content), usedforsecurity=False)

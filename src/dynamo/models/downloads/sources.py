@@ -59,8 +59,8 @@ class Source(Protocol):
     kind: str
 
     def resolve(self, known: list[Manifest]) -> Manifest:
-        """Return the manifest of the commit that the revision means now; one of the `known` ones
-        if it is of that commit. Raises `ModelUnavailable`."""
+        """Return the manifest of the commit that the revision means now. Small files of `known`
+        manifests of that commit are not read again. Raises `ModelUnavailable`."""
 
     def read(
         self, manifest: Manifest, file: ManifestFile, span: range, sink: Callable[[bytes], object]

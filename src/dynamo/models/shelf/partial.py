@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -76,19 +77,24 @@ class PartialModel:
         """Whether all pieces are here."""
         return len(self.digests) == len(self.manifest.pieces)
 
-    def write(self, number: int, content: bytes | memoryview, digest: bytes = NO_DIGEST) -> bytes:
+    def write(self, number: int, parts: Sequence[bytes], digest: bytes = NO_DIGEST) -> bytes:
         """Store a piece, and return its hash. Blocks. Raises `ValueError` if its size or hash is
         not that of the manifest or `digest`, and `ModelUnavailable` if it cannot be written."""
         piece = self.manifest.pieces[number]
-        actual = digest_of(content)
+        content_hash = hashlib.sha256()
+        for part in parts:
+            content_hash.update(part)
+        actual = content_hash.digest()
         wanted = {self.manifest.digests[number], digest} - {NO_DIGEST, actual}
-        if wanted or len(content) != piece.size_bytes:
+        if wanted or sum(map(len, parts)) != piece.size_bytes:
             raise ValueError(f"piece {number} of {self.manifest.name} is damaged")
         with self.storage_errors():
-            view, start = memoryview(content), piece.start
-            while view:
-                written = os.pwrite(self._files[piece.file], view, start)
-                view, start = view[written:], start + written
+            start = piece.start
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    written = os.pwrite(self._files[piece.file], view, start)
+                    view, start = view[written:], start + written
             os.write(self._journal, encode_entries([(number, actual)]))
         with self._lock:
             self.digests[number] = actual
@@ -103,15 +109,17 @@ class PartialModel:
     def finish(self, progress: ProgressCallback = ignore_progress) -> Manifest:
         """Check each file as a whole, flush all, and return the manifest with all hashes. Blocks.
 
-        Raises `ModelUnavailable` for a file that is not what its source names. Its pieces are
-        forgotten.
+        A manifest with the hashes of pieces is that of a process that has checked the whole file:
+        its bytes are hashed once. Raises `ModelUnavailable` for a file that is not what its source
+        names. Its pieces are forgotten.
         """
         files = []
         first = 0
         for index, file in enumerate(self.manifest.files):
             last = first + file.piece_count
             with self.storage_errors():
-                actual = hash_file(self.folder / file.path, progress)
+                actual = file.sha256 if file.digests else ""
+                actual = actual or hash_file(self.folder / file.path, progress)
                 os.fsync(self._files[index])
             if file.sha256 not in {"", actual}:
                 self.forget(range(first, last))

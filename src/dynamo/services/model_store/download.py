@@ -22,7 +22,7 @@ from dynamo.models.downloads.sources import (
     changed_error,
 )
 from dynamo.models.file_cache import ProgressCallback, ignore_progress
-from dynamo.models.shelf.manifest import PIECE_BYTES, Manifest
+from dynamo.models.shelf.manifest import Manifest
 from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
 from dynamo.models.shelf.shelf import ShelfModel
 from dynamo.services.model_store.daemon_thread import run_in_daemon
@@ -75,7 +75,6 @@ class Download:
         self._error = offline_error(spec)
         self._failure: BaseException | None = None
         self._left_out: dict[str, str] = {}
-        self._buffers: list[bytearray] = []  # fresh memory costs as much as its hash
         self._peer_digests: dict[str, dict[int, bytes]] = {}
         self._peer_tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._stopped = Event()
@@ -216,11 +215,10 @@ class Download:
             self._scheduler.on_bytes(peer, self._clock.now())
 
         try:
-            buffer = self._buffers.pop() if self._buffers else bytearray(PIECE_BYTES)
             read = self._store.read_piece
-            content = await read(peer, self._key, fetched.manifest, number, buffer, on_bytes)
+            parts = await read(peer, self._key, fetched.manifest, number, on_bytes)
             if number not in fetched.digests:
-                await self._clock.offload(fetched.write, number, content, digest)
+                await self._clock.offload(fetched.write, number, parts, digest)
         except Overloaded:
             self._scheduler.on_busy(peer, number, self._clock.now())
         except ValueError:
@@ -230,8 +228,8 @@ class Download:
         except DynamoError as error:
             self._leave_out(peer, error.message)
         else:
-            self._on_received(fetched, peer, number, len(content), began)
-            self._buffers.append(buffer)
+            size = fetched.manifest.pieces[number].size_bytes
+            self._on_received(fetched, peer, number, size, began)
 
     async def _read_from_source(self, fetched: PartialModel, number: int) -> None:
         source, began = self._source, self._clock.now()

@@ -18,7 +18,7 @@ from dynamo.models.shelf.shelf import ShelfModel, read_piece
 
 STORE_COMPONENT = "modelstore"
 FILES_ENDPOINT = "files"
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 128 << 10
 MAX_UPLOADS = 4
 """Pieces that a process sends at a time. Others are refused, and asked of other peers."""
 
@@ -156,9 +156,10 @@ class FileServer:
         view = memoryview(content)
         for start in range(0, len(view), CHUNK_BYTES):
             await outgoing.wait_for_window()
-            if not outgoing.send(bytes(view[start : start + CHUNK_BYTES])):
+            if not outgoing.send(view[start : start + CHUNK_BYTES]):
                 return
             self.sent_bytes += min(CHUNK_BYTES, len(view) - start)
+            await asyncio.sleep(0)  # other streams have their turn behind each part
 
     def _find(self, query: FileQuery) -> OfferedModel:
         offer = self.models.get(query.key)

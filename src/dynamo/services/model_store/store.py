@@ -94,33 +94,25 @@ class ModelStore:
         await PeerRecords(self.runtime, key, record).announce()
 
     async def read_piece(
-        self,
-        peer: str,
-        key: str,
-        manifest: Manifest,
-        number: int,
-        buffer: bytearray,
-        on_bytes: Callable[[], None],
-    ) -> memoryview:
-        """Read a piece of a peer into `buffer`, of PIECE_BYTES, and return what came, unchecked.
-        `on_bytes` is called with each part. Raises the errors of calls."""
-        view, received = memoryview(buffer), 0
+        self, peer: str, key: str, manifest: Manifest, number: int, on_bytes: Callable[[], None]
+    ) -> list[bytes]:
+        """Return the parts of a piece of a peer, unchecked. `on_bytes` is called with each one.
+        Raises the errors of calls."""
+        parts: list[bytes] = []
+        left = PIECE_BYTES
         window = FlowWindow(WINDOW_BYTES)
 
         def sink(part: bytes) -> bool:
-            nonlocal received
-            end = received + len(part)
-            if end > PIECE_BYTES:
-                return False
-            view[received:end] = part
-            received = end
+            nonlocal left
+            left -= len(part)
+            parts.append(part)
             window.release(len(part))
             on_bytes()
-            return True
+            return left >= 0
 
         query = FileQuery("piece", key, manifest.commit, number)
         await self._call(peer, query, sink, window)
-        return view[:received]
+        return parts
 
     async def read_manifest(self, peer: str, key: str) -> Manifest:
         """Return the manifest of a peer. Raises `ModelUnavailable` for a wrong one."""
