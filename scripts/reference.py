@@ -310,7 +310,6 @@ ROUTES = {
     "/router/explain/": "all decisions for a request; its id (x-request-id) follows",
     "/router/report": "a report on these decisions; `?seconds=N` for the last N seconds",
     "/router/timeline": "every worker's cache and load over time; `?since=UNIX`, `?seconds=N`",
-    "/router/view": "the timeline as a page, with the report where there is one",
     "/": "browsers get to the console or a page of what is served; others a 404 with the routes",
     "/favicon.ico": "an icon for browsers",
 }

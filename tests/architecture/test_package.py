@@ -58,7 +58,6 @@ def test_the_wheel_has_the_pages_and_names_no_file_that_it_lacks(
     console = "dynamo/application/console/static"
     assert {
         "dynamo/application/front_page.html",
-        "dynamo/application/routing_page.html",
         *(f"{console}/{name}" for name in ("console.html", "console.css", "main.js")),
     } <= {*wheel}
     texts = [

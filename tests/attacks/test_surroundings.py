@@ -154,7 +154,7 @@ def test_secrets_are_not_shown(
             "/metrics",
             "/v1/models",
             "/router",
-            "/router/view",
+            "/router/timeline",
             "/openapi.json",
         ):
             data = request_bytes(path=path, method="GET", headers=headers)

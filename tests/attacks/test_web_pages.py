@@ -14,7 +14,14 @@ from tests.faults.cluster import Cluster
 from tests.faults.stream_client import body_of
 
 BODY = body_of(0, 2, 1) | {"stream": False, "stream_options": None}
-PAGES = ("/v1/models", "/router/explain", "/router/report", "/router/view", "/metrics", "/health")
+PAGES = (
+    "/v1/models",
+    "/router/explain",
+    "/router/report",
+    "/router/timeline",
+    "/metrics",
+    "/health",
+)
 EVIL = "Origin: https://evil.example"
 IMAGE = ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors", "Sec-Fetch-Dest: image")
 
@@ -41,7 +48,7 @@ def test_pages_of_other_sites_are_refused(
         request_bytes(BODY, headers=("Origin: http://localhost.evil.example:3000",)),
         request_bytes(BODY, headers=("Sec-Fetch-Site: cross-site", text)),
         request_bytes(method="OPTIONS", headers=(EVIL, "Access-Control-Request-Method: POST")),
-        request_bytes(method="GET", path="/router/view", headers=upgrade),
+        request_bytes(method="GET", path="/router/timeline", headers=upgrade),
         *(request_bytes(method="GET", path=page, headers=(EVIL,)) for page in PAGES),
         *(request_bytes(method="GET", path=page, headers=IMAGE) for page in PAGES),
     ]

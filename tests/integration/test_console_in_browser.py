@@ -74,9 +74,9 @@ def look(cluster: Cluster, browser: Chromium) -> None:
 
 def look_at_workers(browser: Chromium) -> None:
     browser.run("location.hash = 'workers'")
-    browser.wait_for("document.querySelector('[aria-label^=\"requests of worker-1: up to\"]')")
+    browser.wait_for("document.querySelector('[aria-label*=\"waiting of worker-1: up to\"]')")
     browser.run("document.querySelector('[aria-label=Workers] a').click()")
-    browser.wait_for("document.querySelectorAll('svg.large polyline').length === 4")
+    browser.wait_for("document.querySelectorAll('svg.large polyline').length === 5")
     browser.run("[...document.querySelectorAll('dl a')].at(-1).click()")
     browser.wait_for("document.querySelector('pre').innerText.includes('worker serves')")
     assert browser.run("document.querySelector('select').value") == "worker-1"

@@ -83,11 +83,8 @@ def test_a_graph_survives_the_death_of_each_router(
 
     report = dynamo(serve, "router", "report")
     assert "requests     3" in report.stdout, report.stderr
-    page, picture = tmp_path / "r.html", tmp_path / "r.png"
-    view = dynamo(serve, "router", "view", "--html", page, "--picture", picture)
-    assert view.returncode == 0, view.stderr
-    assert "Router view" in page.read_text()
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    view = dynamo(serve, "router", "view", "--json")
+    assert len(json.loads(view.stdout)["workers"]) == 2, view.stderr
     assert serve.stop(signal.SIGTERM) == 0
 
 

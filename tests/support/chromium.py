@@ -30,13 +30,14 @@ Message = Mapping[str, Any]
 
 class Chromium:
     """A browser with one page, used with `with`. All methods block. `problems`: uncaught errors,
-    violations of the content security policy and failed requests. `requested`: all URLs."""
+    violations of the content security policy and failed requests. `requested`: all URLs. `received`: bytes on the wire."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._number, self._session, self._rest = 0, "", b""
         self.problems: list[str] = []
         self.requested: list[str] = []
+        self.received = 0
 
     def __enter__(self) -> Self:
         assert CHROMIUM is not None
@@ -101,6 +102,10 @@ class Chromium:
             self.problems.append(f"{entry['text']} {entry.get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.requested.append(parameters["request"]["url"])
+        elif method == "Network.dataReceived":
+            self.received += parameters["encodedDataLength"]
+        elif method == "Network.responseReceived":
+            self.received += parameters["response"]["encodedDataLength"]
 
     def open(self, url: str) -> None:
         """Go to a URL."""

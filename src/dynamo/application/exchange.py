@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Callable
@@ -47,6 +48,14 @@ STREAM_HEADERS = (
     ("cache-control", "no-cache"),
     ("x-accel-buffering", "no"),
 )
+
+
+def compress(request: Request, body: bytes) -> tuple[Headers, bytes]:
+    """Return the headers and the body of a large answer, compressed if the client takes that."""
+    if "gzip" not in (request.header(b"accept-encoding") or ""):
+        return (("vary", "accept-encoding"),), body
+    headers = (("content-encoding", "gzip"), ("vary", "accept-encoding"))
+    return headers, gzip.compress(body, 1)
 
 
 class EventOutput(Protocol):

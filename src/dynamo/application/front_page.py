@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
 
 import msgspec
 
@@ -11,10 +12,11 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.foreign_paths import ROOT, not_found_error
 from dynamo.application.http_errors import Headers
 from dynamo.application.routes import Route, RouteTable
-from dynamo.application.routing import DATA_PLACEHOLDER, HTML_CONTENT_TYPE, read_page
 from dynamo.communication.addresses import url_for_browser
 from dynamo.core.errors import DynamoError
 
+HTML_CONTENT_TYPE = "text/html; charset=utf-8"
+DATA_PLACEHOLDER = b"{{data}}"
 LocateConsole = Callable[[], Awaitable[str]]
 ICON = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
@@ -64,7 +66,8 @@ class FrontPage:
             headers = (("location", location), *exchange.headers)
             exchange.response.send(303, headers, b"")
             return
-        body = read_page("front_page.html").replace(DATA_PLACEHOLDER, self._data)
+        page = files(__package__).joinpath("front_page.html").read_bytes()
+        body = page.replace(DATA_PLACEHOLDER, self._data)
         exchange.send(HTML_CONTENT_TYPE, body)
 
     async def _find_console(self, exchange: Exchange) -> str:

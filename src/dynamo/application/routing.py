@@ -1,46 +1,18 @@
-"""The routes /router/...: routing decisions, reports, samples and a page that shows them."""
+"""The routes /router/...: routing decisions, reports and samples of workers."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote
 
 import msgspec
 
-from dynamo.application.exchange import Exchange
+from dynamo.application.exchange import Exchange, compress
 from dynamo.application.routes import Route
 from dynamo.core.errors import InvalidRequest, NotFound
 
-DATA_PLACEHOLDER = b"{{data}}"
-LIVE_PLACEHOLDER = b"{{live}}"
-
-
-@cache
-def read_page(name: str) -> bytes:
-    """Return an HTML page of this package, with placeholders."""
-    return files(__package__).joinpath(name).read_bytes()
-
-
-def render_page(data: bytes, *, live: bool) -> bytes:
-    """Return the HTML page with `data` inside, a JSON object with `timeline` and perhaps `report`.
-
-    A `report` of null says that no decisions are recorded: the page then leaves out what follows
-    from them. A `live` page polls its server for newer samples.
-    """
-    safe = data.replace(b"<", b"\\u003c")
-    return (
-        read_page("routing_page.html")
-        .replace(LIVE_PLACEHOLDER, b"true" if live else b"false")
-        .replace(DATA_PLACEHOLDER, safe)
-    )
-
-
 EXPLAIN_PREFIX = "/router/explain/"
-VIEW_REPORT_S = 300.0
-HTML_CONTENT_TYPE = "text/html; charset=utf-8"
 
 
 class RoutingSource(Protocol):
@@ -48,16 +20,12 @@ class RoutingSource(Protocol):
 
     async def explain(self, request_id: str) -> Sequence[Any]: ...
     async def report(self, seconds: float | None = None) -> Any: ...
-    async def timeline(self, since: float = 0.0, seconds: float | None = None) -> Any: ...
+    async def timeline(
+        self, since: float = 0.0, seconds: float | None = None, worker: str = "", columns: str = ""
+    ) -> Any: ...
 
 
-ROUTING_PATHS = (
-    EXPLAIN_PREFIX,
-    "/router/explain",
-    "/router/report",
-    "/router/timeline",
-    "/router/view",
-)
+ROUTING_PATHS = (EXPLAIN_PREFIX, "/router/explain", "/router/report", "/router/timeline")
 STORY_PATHS = ("/requests/", "/requests", "/causes", "/slo", "/activity")
 
 
@@ -69,7 +37,7 @@ class RoutingHandler:
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes by path and method."""
-        routes = (self.explain, self.recent, self.report, self.timeline, self.view)
+        routes = (self.explain, self.recent, self.report, self.timeline)
         return {path: {"GET": route} for path, route in zip(ROUTING_PATHS, routes, strict=True)}
 
     async def explain(self, exchange: Exchange) -> None:
@@ -94,18 +62,15 @@ class RoutingHandler:
 
     async def timeline(self, exchange: Exchange) -> None:
         """GET /router/timeline: series of all workers, of the last 15 minutes, after the Unix time
-        `since`, or of the last `seconds`."""
+        `since`, or of the last `seconds`; only those of a `worker`, only some `columns`."""
         since = query_number(exchange, "since") or 0.0
         seconds = query_number(exchange, "seconds")
-        exchange.send_value(await self._source.timeline(since, seconds))
-
-    async def view(self, exchange: Exchange) -> None:
-        """GET /router/view: timeline and report as a page that updates itself."""
-        timeline = await self._source.timeline()
-        report = await self._source.report(VIEW_REPORT_S)
-        data = msgspec.json.encode({"timeline": timeline, "report": report})
-        body = render_page(data, live=True)
-        exchange.send(HTML_CONTENT_TYPE, body)
+        query = parse_qs(exchange.request.query)
+        timeline = await self._source.timeline(
+            since, seconds, query.get("worker", [""])[-1], query.get("columns", [""])[-1]
+        )
+        encoding, body = compress(exchange.request, msgspec.json.encode(timeline))
+        exchange.send_json(200, body, encoding)
 
 
 class RoutingRedirect:

@@ -1,4 +1,4 @@
-"""`dynamo router`: show how a deployment routes, as a page, a picture or a report."""
+"""`dynamo router`: show how a deployment routes, in the console or as a report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser, check_writable, write_file
+from dynamo.cli.parsing import API_KEY_VARIABLE, DEPLOYMENT_HELP, Parser
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,11 +47,9 @@ def _parse_url(text: str) -> str:
     return text if "://" in text else f"http://{text}"
 
 
-DEFAULT_HTML_FILE = "router.html"
-
 EXAMPLES = """\
-  dynamo router view                        writes router.html
-  dynamo router view --picture router.png
+  dynamo router view                        opens the console's page of workers
+  dynamo router view --json --seconds 60
   dynamo router report --seconds 300
   dynamo router report --json --url http://127.0.0.1:8001"""
 
@@ -60,7 +58,7 @@ def parser() -> Parser:
     """Return the parser: view or report, the output and the deployment."""
     parser = Parser(
         "dynamo router",
-        "view: cache and load of every worker over time, as a page or a picture.\n"
+        "view: cache and load of every worker over time, in the console or as JSON.\n"
         "report: reachable and achieved cache hits, latencies, balance and advice.",
         EXAMPLES,
         usage="{view,report} [FLAGS]",
@@ -68,10 +66,6 @@ def parser() -> Parser:
     parser.add_argument(
         "what", choices=("view", "report"), metavar="view|report", help="what to show"
     )
-    parser.add_argument(
-        "--html", metavar="FILE", help=f"view: the page (default: {DEFAULT_HTML_FILE})"
-    )
-    parser.add_argument("--picture", metavar="FILE.png", help="view: a PNG file")
     parser.add_argument("--seconds", type=float, metavar="N", help="only the last N seconds")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     add_router_flags(parser)
@@ -79,36 +73,34 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the view or print the report."""
+    """Open the view or print the report."""
     args = parser().parse(arguments)
-    return _write_view(args) if args.what == "view" else _print_report(args)
+    if args.what == "report":
+        return _print_report(args)
+    client = make_router_client(args)
+    timeline = client.timeline(args.seconds)  # by now, the client knows the observer
+    if args.json:
+        print(msgspec.json.encode(timeline).decode())
+        return 0
+    return open_page(client.url, "#workers")
+
+
+def open_page(observer_url: str, page: str = "", *, opens: bool = True) -> int:
+    """Print the URL of a page of the console, and open it where there is a browser."""
+    import webbrowser
+
+    from dynamo.application.console.handler import CONSOLE_PATH
+
+    url = f"{observer_url}{CONSOLE_PATH}{page}"
+    print(url, flush=True)
+    if opens and not webbrowser.open(url):
+        print("no browser is found here: open it in one")
+    return 0
 
 
 def _print_report(args: argparse.Namespace) -> int:
     report = make_router_client(args).report(args.seconds)
     print(msgspec.json.encode(report).decode() if args.json else format_report(report))
-    return 0
-
-
-def _write_view(args: argparse.Namespace) -> int:
-    from dynamo.application.routing import render_page
-    from dynamo.operations.router_plot import draw_timeline
-
-    check_writable(args.html, args.picture)
-    client = make_router_client(args)
-    timeline = client.timeline(args.seconds)
-    if args.json:
-        print(msgspec.json.encode(timeline).decode())
-        return 0
-    report = client.report(args.seconds)
-    if args.picture:
-        draw_timeline(timeline, args.picture)
-        print(f"wrote {args.picture}")
-    if args.html or not args.picture:
-        path = args.html or DEFAULT_HTML_FILE
-        data = msgspec.json.encode({"timeline": timeline, "report": report})
-        write_file(path, render_page(data, live=False))
-        print(f"wrote {path}")
     return 0
 
 

@@ -35,7 +35,7 @@ class RouterClient:
         self._open(url)
 
     def _open(self, url: str) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         config = DynamoConfig(url, api_key=self._api_key, timeout=HTTP_TIMEOUT_S)
         self._session = ClientSession(config, BlockingNetworkBackend())
 
@@ -113,4 +113,4 @@ class RouterClient:
         return body
 
     def _foreign_error(self, path: str, reason: str) -> DynamoError:
-        return DynamoError(f"{self._url}{path} is not a response of dynamo: {reason}")
+        return DynamoError(f"{self.url}{path} is not a response of dynamo: {reason}")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dynamo.application.console.handler import CONSOLE_PATH
 from dynamo.application.gateway import MODELS_HEALTH_KEY
 from dynamo.application.routing import RoutingRedirect
 from dynamo.communication.requests import ResponseWriter
@@ -65,8 +66,16 @@ class RouterService:
             runtime.add_shutdown_hook(lambda _: self._close_publisher())
         host, port = runtime.settings.router.host, runtime.settings.router.port
         port = port and port + replica_index(runtime.name)
-        routes = RoutingRedirect(lambda: find_observer_url(runtime)).routes()
-        await serve_pages(runtime, host, port, routes, self._health_facts, page_path="/router/view")
+        redirect = RoutingRedirect(lambda: find_observer_url(runtime))
+        await serve_pages(
+            runtime,
+            host,
+            port,
+            redirect.routes(),
+            self._health_facts,
+            page_path=CONSOLE_PATH,
+            open_pages={CONSOLE_PATH: {"GET": redirect.redirect}},
+        )
         log.info("router listens", extra={"fields": {"url": runtime.public_address}})
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)

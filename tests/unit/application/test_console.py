@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 
 from dynamo.application.app import RouterApplication
 from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, console_files
+from dynamo.application.console.stream import DeploymentStream
+from dynamo.application.exchange import Exchange
 from dynamo.application.front_page import FrontPage, LocateConsole
 from dynamo.communication.addresses import url_for_browser
 from dynamo.communication.http import Request
@@ -41,9 +44,25 @@ class Source:
 
 
 class Recorder(SimpleNamespace):
-    """A response that keeps what is sent."""
+    """A response that keeps what is sent, and takes so many events of a stream."""
 
     started = False
+    room = 2
+    body = b""
+
+    def start(self, status: int, headers: Any) -> None:
+        self.status, self.headers, self.body, self.started = status, dict(headers), b"", True
+
+    def write(self, data: bytes) -> bool:
+        self.room -= 1
+        self.body += data if self.room >= 0 else b""
+        return self.room >= 0
+
+    def end(self) -> None:
+        self.room = 0
+
+    def events(self) -> list[Any]:
+        return [msgspec.json.decode(line[6:]) for line in self.body.splitlines() if line]
 
     def send(self, status: int, headers: Any, body: bytes) -> None:
         self.status, self.headers, self.body = status, dict(headers), body
@@ -107,7 +126,7 @@ def test_each_module_can_be_parsed(name: str) -> None:
     subprocess.run(command, input=console_files()[name][1], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("path", ["/deployment", "/logs/worker-1", "/settings"])
+@pytest.mark.parametrize("path", ["/logs/worker-1", "/settings"])
 async def test_data_need_a_key_and_the_page_does_not(path: str) -> None:
     assert (await ask(path)).status == 200
     assert (await ask(path, keys=("a",))).status == 401
@@ -119,10 +138,67 @@ async def test_data_need_a_key_and_the_page_does_not(path: str) -> None:
 
 
 async def test_data_are_those_of_the_source() -> None:
-    deployment = msgspec.json.decode((await ask("/deployment")).body)
-    assert deployment == {"deployment": "mine", "frontends": ["http://127.0.0.1:8000"]}
     logs = msgspec.json.decode((await ask("/logs/worker-1")).body)
     assert logs == {"process": "worker-1", "lines": ["a line of worker-1"]}
+
+
+class Viewers:
+    """A stream of a deployment, whose state tests set, and its viewers."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"at": 1, "workers": {"a": (1, 2), "b": (0, 0)}, "slow": ()}
+        self.reads = 0
+        self.stream = DeploymentStream(self.read)
+
+    async def read(self) -> dict[str, Any]:
+        self.reads += 1
+        return self.state
+
+    async def add(self, room: int = 100) -> tuple[asyncio.Task[None], Recorder]:
+        response = Recorder(room=room)
+        request = Request("GET", b"/deployment", {})
+        exchange = Exchange(request, response, "id", "id", ())  # type: ignore[arg-type]
+        task = asyncio.ensure_future(self.stream.serve(exchange, {"frontends": []}))
+        while not response.body and not task.done():
+            await asyncio.sleep(0)
+        return task, response
+
+
+async def test_viewers_get_the_deployment_and_then_what_changes() -> None:
+    viewers = Viewers()
+    await viewers.stream.update()
+    assert viewers.reads == 0  # nobody looks
+    first, early = await viewers.add()
+    whole = msgspec.to_builtins(viewers.state)
+    viewers.state = {"at": 2, "workers": {"a": (1, 2), "c": (5, 0)}, "slow": ()}
+    await viewers.stream.update()
+    second, late = await viewers.add()
+    viewers.state = viewers.state | {"at": 3, "slow": ("x",)}
+    await viewers.stream.update()
+    assert viewers.reads == 3
+    change = {"at": 2, "workers": {"b": None, "c": [5, 0]}}
+    assert early.events()[:3] == [
+        {"frontends": []},
+        msgspec.json.decode(msgspec.json.encode(whole)),
+        change,
+    ]
+    assert late.events()[1]["workers"] == {"a": [1, 2], "c": [5, 0]}
+    assert early.events()[3] == late.events()[2] == {"at": 3, "slow": ["x"]}
+    first.cancel()
+    await viewers.stream.close()
+    await second
+    await viewers.stream.update()
+    assert viewers.reads == 3
+
+
+async def test_a_viewer_that_never_reads_is_dropped() -> None:
+    viewers = Viewers()
+    slow, _ = await viewers.add(room=2)
+    reader, _ = await viewers.add()
+    await viewers.stream.update()
+    await slow
+    assert not reader.done()
+    reader.cancel()
 
 
 @pytest.mark.parametrize(

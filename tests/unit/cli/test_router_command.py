@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -85,12 +84,23 @@ def test_a_response_of_another_application_is_an_error_without_a_traceback(
         assert "is not a response of dynamo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--html", "--picture"])
-def test_output_paths_are_checked_before_the_server_is_called(flag: str, tmp_path: Path) -> None:
-    unreachable = "http://127.0.0.1:1"
-    for path in (tmp_path, tmp_path / "none" / "a.png"):
-        with pytest.raises(ConfigError, match="cannot write"):
-            run(["view", flag, str(path), "--url", unreachable])
+class TimelineHandler(BaseHTTPRequestHandler):
+    """Answers with a timeline without samples."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n{"at": [], "workers": {}}')
+
+
+def test_view_opens_the_console_of_the_observer(
+    serve_handler: ServeHandler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    url = serve_handler(TimelineHandler)
+    assert main(["router", "view", "--json", "--url", url]) == 0
+    assert main(["router", "view", "--url", url]) == 0
+    assert opened == [f"{url}/console#workers"]
+    assert capsys.readouterr().out == f'{{"at":[],"workers":{{}}}}\n{url}/console#workers\n'
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "nonsense://", "http:///v1"])

@@ -155,8 +155,8 @@ def test_a_router_process_has_the_same_rules(api_keys: tuple[str, ...]) -> None:
     )
     evil = {b"host": b"127.0.0.1:8001", b"origin": b"https://evil.example"}
     with pytest.raises(Forbidden):
-        application.check_headers(Request("GET", b"/router/view", evil))
-    rebound = Request("GET", b"/router/view", {b"host": b"evil.example:8001"})
+        application.check_headers(Request("GET", b"/router/report", evil))
+    rebound = Request("GET", b"/router/report", {b"host": b"evil.example:8001"})
     if api_keys:
         application.check_headers(rebound)  # the page asks for the key
     else:

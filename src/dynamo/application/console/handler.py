@@ -7,7 +7,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
-from dynamo.application.exchange import Exchange
+from dynamo.application.console.stream import DeploymentStream
+from dynamo.application.exchange import Exchange, compress
 from dynamo.application.routes import Route
 from dynamo.communication.addresses import url_for_browser
 from dynamo.core.errors import NotFound
@@ -41,7 +42,7 @@ class ConsoleSource(Protocol):
 
     @property
     def frontends(self) -> Sequence[str]: ...
-    async def show_deployment(self) -> Any: ...
+    async def show_deployment(self) -> Mapping[str, Any]: ...
     async def read_logs(self, process: str) -> Sequence[str]: ...
     async def list_settings(self) -> Any: ...
 
@@ -51,6 +52,7 @@ class ConsoleHandler:
 
     def __init__(self, source: ConsoleSource) -> None:
         self._source = source
+        self.stream = DeploymentStream(source.show_deployment)
 
     def pages(self) -> Mapping[str, Mapping[str, Route]]:
         """Return the routes of the files, which browsers open without a key."""
@@ -78,7 +80,9 @@ class ConsoleHandler:
         if file is None:
             raise NotFound(f"the console has no file {name[:100]!r}", hint=f"open {CONSOLE_PATH}")
         content_type, body = file
+        encoding, body = compress(exchange.request, body)
         headers = (
+            *encoding,
             ("content-type", content_type),
             ("content-security-policy", " ".join((POLICY, *self._frontend_urls(exchange)))),
             ("x-content-type-options", "nosniff"),
@@ -94,10 +98,9 @@ class ConsoleHandler:
         return [url for url in dict.fromkeys(urls) if url]
 
     async def deployment(self, exchange: Exchange) -> None:
-        """GET /deployment: processes, load, pace, slow requests and alerts, and the URLs of the
-        frontends that this client reaches."""
-        shown = await self._source.show_deployment()
-        exchange.send_value({"frontends": self._frontend_urls(exchange), **shown})
+        """GET /deployment: a stream of events, first the URLs of the frontends that this client
+        reaches, then processes, load, pace, slow requests and alerts, then what changes."""
+        await self.stream.serve(exchange, {"frontends": self._frontend_urls(exchange)})
 
     async def logs(self, exchange: Exchange) -> None:
         """GET /logs/PROCESS: the last lines that a process has logged."""

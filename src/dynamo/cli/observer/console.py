@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import webbrowser
 from collections.abc import Sequence
 
 from dynamo.cli.parsing import DEPLOYMENT_HELP, Parser
+from dynamo.cli.router import open_page
 
 EXAMPLES = """\
   dynamo console
@@ -28,12 +28,7 @@ def parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the URL, and open it where there is a browser."""
-    from dynamo.application.console.handler import CONSOLE_PATH
     from dynamo.cli.stop import find_server_url
 
     args = parser().parse(arguments)
-    url = f"{find_server_url(args.deployment, ('observer',))}{CONSOLE_PATH}"
-    print(url, flush=True)
-    if not args.print and not webbrowser.open(url):
-        print("no browser is found here: open it in one")
-    return 0
+    return open_page(find_server_url(args.deployment, ("observer",)), opens=not args.print)

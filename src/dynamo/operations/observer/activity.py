@@ -40,7 +40,8 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 class WorkerActivity(msgspec.Struct, frozen=True):
-    """A worker now. `tiers` are its blocks in each memory tier, and for how many there is room."""
+    """A worker now. `routed`: how often it was chosen so far. `view`: how its cache is known to
+    routers. `tiers` are its blocks in each memory tier, and for how many there is room."""
 
     running: int
     waiting: int
@@ -48,6 +49,8 @@ class WorkerActivity(msgspec.Struct, frozen=True):
     active_blocks: int
     cached_blocks: int
     total_blocks: int
+    routed: int
+    view: str
     tiers: Mapping[str, tuple[int, int]]
 
 
@@ -115,7 +118,9 @@ def _quantile(times: Sequence[int], share: float) -> float | None:
     return times[min(len(times) - 1, int(len(times) * share))] / 1e6 if times else None
 
 
-def show_workers(loads: Mapping[str, Load]) -> Mapping[str, WorkerActivity]:
+def show_workers(
+    loads: Mapping[str, Load], routed: Mapping[str, int], views: Mapping[str, str]
+) -> Mapping[str, WorkerActivity]:
     """Return the last load reports by worker."""
     return {
         name: WorkerActivity(
@@ -125,6 +130,8 @@ def show_workers(loads: Mapping[str, Load]) -> Mapping[str, WorkerActivity]:
             load.active_blocks,
             load.cached_blocks,
             load.total_blocks,
+            routed.get(name, 0),
+            views.get(name, ""),
             {tier.name: (tier.blocks, tier.capacity_blocks) for tier in load.tiers},
         )
         for name, load in sorted(loads.items())

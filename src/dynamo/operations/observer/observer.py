@@ -136,6 +136,7 @@ class DeploymentObserver:
         self._choices: OrderedDict[tuple[str, int, str], tuple[str, RouterChoice]] = OrderedDict()
         self._pace = PaceRecorder()
         self._loads: Mapping[str, Load] = {}
+        self._views: Mapping[str, str] = {}
         self._waiting = 0
         self._samples: dict[str, tuple[float, ProcessSample]] = {}
         self.received = self.dropped = 0
@@ -216,6 +217,7 @@ class DeploymentObserver:
         workers = sorted({*loads, *sent})
         self.collector.workers = len(workers)
         self._loads, self._waiting = loads, sum(each.waiting for each in samples)
+        self._views = views
         at = float(round(self._clock.wall()))
         self._timeline.record(at, workers, loads, sent, views=views, waiting=self._waiting)
 
@@ -227,7 +229,8 @@ class DeploymentObserver:
         recent.sort(key=lambda entry: (entry.story.slo < FAILED, -entry.story.ended_us))
         pace = self._pace.show(now, min(KEPT_S, max(1, int(seconds))))
         slow = [self._show_slow(entry) for entry in recent[:MAX_SLOW_SHOWN]]
-        return Activity(now, self._waiting, show_workers(self._loads), pace, slow)
+        workers = show_workers(self._loads, self._routed, self._views)
+        return Activity(now, self._waiting, workers, pace, slow)
 
     def _show_slow(self, entry: KeptStory) -> SlowRequest:
         story = entry.story
@@ -256,12 +259,13 @@ class DeploymentObserver:
         return await self._clock.offload(self.collector.report, seconds)
 
     async def timeline(
-        self, since: float = 0.0, seconds: float | None = None
+        self, since: float = 0.0, seconds: float | None = None, worker: str = "", columns: str = ""
     ) -> DeploymentTimeline:
-        """Return the samples of all workers after a Unix time, or of the last `seconds`."""
+        """Return the samples of all workers after a Unix time, or of the last `seconds`; only those
+        of a `worker`, only some `columns`."""
         after = since if seconds is None else max(since, self._clock.wall() - seconds)
-        timeline = self._timeline
-        return await self._clock.offload(lambda: series_by_worker(timeline.samples_since(after)))
+        read = self._timeline.samples_since
+        return await self._clock.offload(lambda: series_by_worker(read(after), worker, columns))
 
     def find(self, name: str) -> list[ShownStory]:
         """Return the stories of a request id, the client's or ours, or of a trace. Raises

@@ -155,17 +155,17 @@ Series = int | Sequence[int | None]
 class WorkerSeries(msgspec.Struct, frozen=True):
     """A worker over time. Blocks, requests and prefill tokens come from its load reports. `view`
     is how its cache was known in its last sample. `sent`: requests of the routers at the worker.
-    `routed`: requests since the sample before."""
+    `routed`: requests since the sample before. Columns that nobody asked for are not set."""
 
     view: str
-    cached_blocks: Series
-    active_blocks: Series
-    total_blocks: Series
-    running: Series
-    waiting: Series
-    prefill_tokens: Series
-    sent: Series
-    routed: Series
+    cached_blocks: Series | msgspec.UnsetType = msgspec.UNSET
+    active_blocks: Series | msgspec.UnsetType = msgspec.UNSET
+    total_blocks: Series | msgspec.UnsetType = msgspec.UNSET
+    running: Series | msgspec.UnsetType = msgspec.UNSET
+    waiting: Series | msgspec.UnsetType = msgspec.UNSET
+    prefill_tokens: Series | msgspec.UnsetType = msgspec.UNSET
+    sent: Series | msgspec.UnsetType = msgspec.UNSET
+    routed: Series | msgspec.UnsetType = msgspec.UNSET
 
 
 class DeploymentTimeline(msgspec.Struct, frozen=True):
@@ -188,17 +188,29 @@ def _align(sample: TimelineSample, names: Sequence[str]) -> Iterator[Sequence[in
         yield [None if index < 0 else column[index] for index in order]
 
 
-def series_by_worker(samples: Sequence[TimelineSample]) -> DeploymentTimeline:
-    """Return the samples, which are in order of time, as one series for each worker."""
-    names = sorted({*chain.from_iterable(sample.names() for sample in samples)})
+def series_by_worker(
+    samples: Sequence[TimelineSample], worker: str = "", columns: str = ""
+) -> DeploymentTimeline:
+    """Return the samples, which are in order of time, as one series for each worker. `worker`, and
+    `columns` separated by commas, leave out others."""
+    known = {*chain.from_iterable(sample.names() for sample in samples)}
+    names = sorted(known & {worker} if worker else known)
     tables = [_align(sample, names) for sample in samples]
-    series = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
+    views, *series = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)] or [[]]
+    wanted = {
+        column: values
+        for column, values in zip((*LOAD_COLUMNS, *COUNT_COLUMNS), series, strict=False)
+        if not columns or column in columns.split(",")
+    }
     return DeploymentTimeline(
         [sample.at for sample in samples],
         [sample.waiting for sample in samples],
         {
-            name: WorkerSeries(_last_view(views), *map(_collapse, values))
-            for name, views, *values in zip(names, *series, strict=True)
+            name: WorkerSeries(
+                _last_view(views[number]),
+                **{column: _collapse(values[number]) for column, values in wanted.items()},
+            )
+            for number, name in enumerate(names)
         },
     )
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
-from dynamo.core.errors import Forbidden, ModelNotReady, NotFound
+from dynamo.core.errors import Forbidden, ModelNotReady, NotFound, StoreUnavailable
 from dynamo.core.host.pids import age_s
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.running import read_alerts
@@ -19,24 +20,25 @@ from dynamo.runtime.processes.supervisor_report import SupervisorReport
 
 FRESH_S = 0.9
 """A reading of the processes serves all viewers for so long."""
+REPORTS_S, REPORTED_S = 10.0, 300.0
+"""Causes, promise and routing are looked at so often; routing of the last `REPORTED_S`."""
 PACE_S = 60
 ANSWER_TIMEOUT_S = 5.0
 
 
-class ShownProcess(msgspec.Struct, frozen=True, kw_only=True):
+class ShownProcess(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A process of the deployment on this host. `address`: the HTTP URL for users, or "". `reason`:
-    why it is not healthy, or how the one before it ended."""
+    why it is not healthy, or how the one before it ended. `since`: Unix time of its start."""
 
     name: str
-    instance: str
     role: str
     state: str
-    model: str
-    engine: str
-    address: str
-    restarts: int
-    reason: str
-    age_s: float
+    model: str = ""
+    engine: str = ""
+    address: str = ""
+    restarts: int = 0
+    reason: str = ""
+    since: int = 0
 
 
 class DeploymentConsole:
@@ -45,31 +47,56 @@ class DeploymentConsole:
     def __init__(self, runtime: DistributedRuntime, observer: DeploymentObserver) -> None:
         self._runtime, self._observer = runtime, observer
         self._deployment = deployment_of(runtime.settings)
-        self._processes: Sequence[ShownProcess] = ()
+        self._processes: Mapping[str, ShownProcess] = {}
+        self._reports: Mapping[str, Any] = {}
         self._alerts: Sequence[Mapping[str, Any]] = ()
-        self._read_at_s = float("-inf")
+        self._read_at_s = self._reported_at_s = float("-inf")
 
     @property
     def frontends(self) -> Sequence[str]:
         """The URLs of the frontends, as they listen, at the last reading."""
-        return [each.address for each in self._processes if each.role == "frontend"]
+        processes = self._processes.values()
+        return [each.address for each in processes if each.role == "frontend"]
 
     async def show_deployment(self) -> Mapping[str, Any]:
-        """Return the deployment with its processes, the observer's `Activity` and alerts."""
-        clock = self._runtime.clock
+        """Return the deployment: its processes, the observer's `Activity`, alerts and reports. A
+        worker is a row, the values of `WorkerActivity`."""
+        clock, observer = self._runtime.clock, self._observer
         if clock.now() - self._read_at_s >= FRESH_S:
             self._read_at_s = clock.now()
             self._processes, self._alerts = await clock.offload(self._read)
+        if clock.now() - self._reported_at_s >= REPORTS_S:
+            self._reported_at_s = clock.now()
+            self._reports = {
+                "causes": observer.group_causes(),
+                "slo": await self._report_slo(),
+                "routing": await observer.report(REPORTED_S),
+            }
+        activity = observer.show_activity(PACE_S)
         return {
             "deployment": self._deployment.id,
+            "at": activity.at,
             "processes": self._processes,
+            "workers": {name: astuple(worker) for name, worker in activity.workers.items()},
+            "waiting": activity.waiting,
+            "pace": activity.pace,
+            "slow": activity.slow,
+            "stories": observer.received,
             "alerts": self._alerts,
-            "activity": self._observer.show_activity(PACE_S),
+            **self._reports,
         }
 
-    def _read(self) -> tuple[Sequence[ShownProcess], Sequence[Mapping[str, Any]]]:
+    async def _report_slo(self) -> Any:
+        try:
+            return await self._observer.report_slo()
+        except StoreUnavailable as error:
+            return {"reason": str(error)}
+
+    def _read(self) -> tuple[Mapping[str, ShownProcess], Sequence[Mapping[str, Any]]]:
         records = add_waiting_children(self._deployment.live_processes())
-        return [_show_process(record) for record in records], read_alerts(records)
+        now_s = self._runtime.clock.wall()
+        processes = {each.instance or each.name: _show_process(each, now_s) for each in records}
+        return processes, read_alerts(records)
 
     async def read_logs(self, process: str) -> Sequence[str]:
         """Return the last lines of a process, without secrets. Raises `Forbidden`,
@@ -101,10 +128,9 @@ class DeploymentConsole:
         return msgspec.json.decode(text, type=SupervisorReport)
 
 
-def _show_process(record: ProcessRecord) -> ShownProcess:
+def _show_process(record: ProcessRecord, now_s: float) -> ShownProcess:
     return ShownProcess(
         name=record.name,
-        instance=record.instance or record.name,
         role=record.role,
         state=record.state,
         model=record.model,
@@ -112,5 +138,5 @@ def _show_process(record: ProcessRecord) -> ShownProcess:
         address=record.address if record.address.startswith("http") else "",
         restarts=record.restarts,
         reason=record.reason,
-        age_s=age_s(record.start_ticks) if record.pid else 0.0,
+        since=round(now_s - age_s(record.start_ticks)) if record.pid else 0,
     )

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler
+from dynamo.application.console.stream import DeploymentStream
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
@@ -70,8 +71,10 @@ class ObserverService:
             open_pages=console.pages(),
         )
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
+        runtime.add_shutdown_hook(lambda _: console.stream.close())
         runtime.tasks.start(self._sample_every_second(), "worker samples")
         runtime.tasks.start(self._write_books(), "slo")
+        runtime.tasks.start(self._update_console(console.stream), "console")
         await runtime.discovery.put(self._key, runtime.public_address.encode())
 
     def _export_traces(self, options: TraceOptions) -> None:
@@ -133,6 +136,14 @@ class ObserverService:
                 self._observer.sample(self._loads.loads)
             except Exception:
                 log.exception("workers were not sampled")
+
+    async def _update_console(self, stream: DeploymentStream) -> None:
+        while True:
+            await self._runtime.clock.sleep(SAMPLE_INTERVAL_S)
+            try:
+                await stream.update()
+            except Exception:
+                log.exception("the console was not updated")
 
     async def _write_books(self) -> None:
         """Write the counts of requests, and find out whether this observer exports traces: the

@@ -51,10 +51,11 @@ export const facts = pairs => el("dl", {}, pairs.filter(([, value]) => value !==
   value !== undefined && value !== null).map(([name, value]) =>
   [el("dt", {}, name), el("dd", {}, value)]));
 
-// A curve of values, oldest first. null: not known then.
-export function curve(label, values, {top, style = ""} = {}) {
+// A curve of values, oldest first, at their times or equally spaced. null: not known then.
+export function curve(label, values, {top, style = "", at: times} = {}) {
   const width = 300, height = 40, known = values.filter(value => value !== null);
   const most = top || Math.max(...known, 0) || 1, step = width / Math.max(1, values.length - 1);
+  const scale = times && times.length > 1 ? width / (times[times.length - 1] - times[0]) : 0;
   const svg = draw("svg", {viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none",
     role: "img", "aria-label": `${label}: ${known.length ? "up to " : "nothing "}${
       known.length ? short(Math.max(...known)) : "yet"}`, class: style});
@@ -72,7 +73,7 @@ export function curve(label, values, {top, style = ""} = {}) {
   };
   values.forEach((value, at) => {
     if (value === null) return end();
-    points.push([at * step, height - 1 - Math.min(1, value / most) * (height - 2)]);
+    points.push([scale ? (times[at] - times[0]) * scale : at * step, height - 1 - Math.min(1, value / most) * (height - 2)]);
     return undefined;
   });
   end();

@@ -35,7 +35,7 @@ export function open(body, wanted, fail) {
   return {
     close: repeat(update, UPDATE_MS, fail),
     update: ({processes}) => {
-      const found = [...new Set(processes.map(({name}) => name))].sort();
+      const found = [...new Set(Object.values(processes).map(({name}) => name))].sort();
       if (found.join("\n") === names) return;
       const chosen = choice.value || wanted;
       names = found.join("\n");

@@ -1,5 +1,5 @@
-// The frame of the console: pages by the part of the URL after #, and the deployment every second.
-import {Unauthorized, get, repeat, setKey} from "./api.js";
+// The frame of the console: pages by the part of the URL after #, and what changes in the deployment.
+import {Unauthorized, follow, setKey} from "./api.js";
 import {el, show} from "./dom.js";
 import * as logs from "./logs.js";
 import * as overview from "./overview.js";
@@ -11,7 +11,6 @@ import * as worker from "./worker.js";
 import * as workers from "./workers.js";
 
 const PAGES = {overview, workers, worker, requests, request, playground, logs, settings};
-const UPDATE_MS = 1000;
 const at = id => document.getElementById(id);
 let page = {}, name = "", state = null, opened = 0;
 
@@ -30,8 +29,7 @@ function route() {
   document.title = `${module.title} - Dynamo`;
   show(at("pages"), ...Object.entries(PAGES).filter(([, {hidden}]) => !hidden).map(
     ([key, {title: text}]) => el("a", {href: `#${key}`,
-      "aria-current": key === (module.parent || name) ? "page" : undefined}, text)),
-  el("a", {href: "router/view"}, "Router"));
+      "aria-current": key === (module.parent || name) ? "page" : undefined}, text)));
   page = module.open(body, argument, error => turn === opened && fail(error)) || {};
   if (state && page.update) page.update(state);
   if (turn > 1) title.focus();
@@ -42,11 +40,10 @@ function ask(error) {
   at("refusal").textContent = at("key").value ? error.message : "";
   at("ask").showModal();
 }
-async function update() {
-  if (at("ask").open) return;
-  state = await get("deployment");
+function update(next) {
+  state = next;
   const {alerts, processes, deployment} = state;
-  const away = processes.filter(each => each.state !== "ready" && each.state !== "starting");
+  const away = Object.values(processes).filter(each => each.state !== "ready" && each.state !== "starting");
   at("deployment").textContent = deployment;
   show(at("health"), alerts.length || away.length
     ? el("span", {class: "bad"}, `${alerts.length} alerts, ${away.length} processes not ready`)
@@ -59,8 +56,8 @@ function fail(error) {
 }
 at("key-form").addEventListener("submit", () => {
   setKey(at("key").value.trim());
-  setTimeout(() => update().then(route, fail)); // once the dialog has closed
+  setTimeout(() => { reconnect(); route(); }); // once the dialog has closed
 });
 addEventListener("hashchange", route);
 route();
-repeat(update, UPDATE_MS, fail);
+const reconnect = follow(update, fail);

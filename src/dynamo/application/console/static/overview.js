@@ -1,22 +1,27 @@
 // What the deployment does now: pace, promise, alerts, workers, causes.
-import {get, repeat} from "./api.js";
 import {bar, clock, curve, el, link, seconds, share, short, show, table} from "./dom.js";
 
 export const title = "Overview";
-const SLOW_UPDATE_MS = 10000;
 
 const sum = values => values.reduce((total, value) => total + value, 0);
 const last = values => values.findLast(value => value !== null);
+const byName = new Intl.Collator(undefined, {numeric: true});
 export const shortName = instance => instance.replace(/-[0-9a-f]{10}$/, "");
 
 // The workers with what their process and their last load report tell.
-export function workersOf({processes, activity}) {
-  const workers = new Map(Object.entries(activity.workers).map(([instance, load]) =>
-    [instance, {instance, name: shortName(instance), state: "", restarts: 0, reason: "", ...load}]));
-  for (const process of processes.filter(({role}) => role === "worker"))
-    workers.set(process.instance, {...workers.get(process.instance), ...process});
-  return [...workers.values()].sort((one, other) => one.name.localeCompare(other.name, undefined,
-    {numeric: true}));
+const ROW = ["running", "waiting", "prefill_tokens", "active_blocks", "cached_blocks", "total_blocks",
+  "routed", "view", "tiers"];
+export function workersOf({processes, workers: rows}) {
+  const workers = new Map();
+  for (const [instance, row] of Object.entries(rows)) {
+    const worker = {instance, name: shortName(instance), state: ""};
+    ROW.forEach((name, at) => { worker[name] = row[at]; });
+    workers.set(instance, worker);
+  }
+  for (const [instance, process] of Object.entries(processes))
+    if (process.role === "worker")
+      workers.set(instance, {...workers.get(instance), ...process, instance});
+  return [...workers.values()].sort((one, other) => byName.compare(one.name, other.name));
 }
 // So many rows are drawn: the workers that are not ready and the busiest first, then by name.
 export function busiest(workers, most = 50) {
@@ -29,13 +34,12 @@ export function busiest(workers, most = 50) {
 export const isAway = ({state}) => !["", "ready", "starting"].includes(state);
 export const ratio = (blocks, worker) => (worker.total_blocks ? blocks / worker.total_blocks : 0);
 
-const tile = (name, value, graph) =>
+export const tile = (name, value, graph) =>
   el("div", {class: "tile"}, el("span", {class: "dim"}, name), el("b", {}, value), graph);
 
-function tiles({activity}) {
-  const {pace} = activity, workers = Object.values(activity.workers);
+function tiles(state) {
+  const {pace} = state, workers = Object.values(state.workers);
   const rate = values => short(sum(values.slice(-10)) / 10);
-  const waiting = activity.waiting + sum(workers.map(each => each.waiting));
   return [
     tile("requests a second", rate(pace.requests), curve("requests a second", pace.requests)),
     tile("tokens a second", rate(pace.tokens), curve("tokens a second", pace.tokens)),
@@ -43,8 +47,8 @@ function tiles({activity}) {
     tile("first token, p95", seconds(last(pace.ttft_p95)), curve("p95 in s", pace.ttft_p95)),
     tile("longest gap", seconds(last(pace.gap)), curve("longest gap in s", pace.gap)),
     tile("failed in a minute", `${sum(pace.failed)}`, curve("failed", pace.failed)),
-    tile("running", `${sum(workers.map(each => each.running))}`),
-    tile("waiting", `${waiting}`),
+    tile("running", `${sum(workers.map(([running]) => running))}`),
+    tile("waiting", `${state.waiting + sum(workers.map(([, waiting]) => waiting))}`),
   ];
 }
 const alertLine = ({name, about, message}) =>
@@ -55,7 +59,7 @@ function workerTable(state) {
     ["cached", "wide"], ["model", "wide"]];
   const {rows, note} = busiest(workersOf(state));
   return [table("Workers", columns, rows.map(worker => {
-    const used = ratio(worker.active_blocks || 0, worker), known = "running" in worker;
+    const used = ratio(worker.active_blocks || 0, worker), known = worker.running !== undefined;
     return [link(worker.name, "worker", worker.instance),
       el("span", {class: isAway(worker) ? "bad" : ""}, worker.state || "-"),
       known ? `${worker.running} + ${worker.waiting}` : "-",
@@ -71,6 +75,7 @@ export function slowTable(rows) {
   "no request ended in the last 5 minutes");
 }
 function sloTable(slo) {
+  if (slo.reason) return el("p", {class: "bad"}, slo.reason);
   const columns = [["window"], ["requests", "number"], ["good", "number"], ["failed", "number"],
     ["late", "number"], ["budget left", "number"]];
   const percent = value => (value === null ? "-" : `${(value * 100).toFixed(2)}%`);
@@ -87,24 +92,21 @@ const causeTable = causes => table("Causes", [["requests", "number"], ["cost", "
   link(group.worst.client_id.slice(0, 24), "request", group.worst.request_id)]),
 "nothing took longer than usual");
 
-export function open(body, _, fail) {
+export function open(body) {
   const parts = Object.fromEntries(["pace", "alerts", "slow", "slo", "causes", "workers"].map(
     name => [name, el("div")]));
   parts.pace.className = "tiles";
   body.append(parts.pace, parts.alerts, el("h2", {}, "Workers"), parts.workers,
     el("h2", {}, "Promise"), parts.slo, el("h2", {}, "Why requests were late in the last hour"),
     parts.causes, el("h2", {}, "Slow and failed requests of the last 5 minutes"), parts.slow);
-  const update = async () => {
-    show(parts.causes, causeTable((await get("causes")).causes));
-    show(parts.slo, ...sloTable(await get("slo")));
-  };
   return {
-    close: repeat(update, SLOW_UPDATE_MS, fail),
     update: state => {
       show(parts.pace, ...tiles(state));
       show(parts.alerts, ...state.alerts.map(alertLine));
       show(parts.workers, workerTable(state));
-      show(parts.slow, slowTable(state.activity.slow));
+      show(parts.slo, sloTable(state.slo));
+      show(parts.causes, causeTable(state.causes));
+      show(parts.slow, slowTable(state.slow));
     },
   };
 }

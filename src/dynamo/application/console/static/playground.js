@@ -1,24 +1,11 @@
 // A chat with a model: under each answer its worker, cache, pace and story.
-import {findStories, get, headers} from "./api.js";
+import {events, findStories, get, headers} from "./api.js";
 import {el, link, seconds, show} from "./dom.js";
 import {shortName} from "./overview.js";
 import {timeline} from "./request.js";
 
 export const title = "Playground";
 
-// Yield the events of a stream of server-sent JSON.
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines)
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-  }
-}
 async function send(frontend, body, signal, onText) {
   const began = performance.now();
   const answer = await fetch(`${frontend}/v1/chat/completions`, {method: "POST", signal,

@@ -1,10 +1,10 @@
 // The newest requests that match a form.
-import {get, repeat} from "./api.js";
+import {afterRequests, get} from "./api.js";
 import {clock, el, link, seconds, show, table} from "./dom.js";
 import {shortName} from "./overview.js";
 
 export const title = "Requests";
-const UPDATE_MS = 5000, LIMIT = 50;
+const UPDATE_MS = 3000, LIMIT = 50;
 
 const COLUMNS = [["at"], ["took", "number"], ["first token", "number wide"],
   ["tokens in, cached, out", "number wide"], ["request", "name"], ["end"], ["worker", "name wide"],
@@ -36,5 +36,5 @@ export function open(body, _, fail) {
     if (name.value.trim()) location.hash = `request/${encodeURIComponent(name.value.trim())}`;
   }}, el("label", {}, "request id or trace id", name), el("button", {}, "Find"));
   body.append(filter, find, rows);
-  return {close: repeat(update, UPDATE_MS, fail)};
+  return {update: afterRequests(update, UPDATE_MS, fail)};
 }
