@@ -15,7 +15,7 @@ CHART = "deploy/helm/dynamo/files"
 CLUSTER_KINDS = {"nodes", "customresourcedefinitions"}
 """Resources that are in no namespace."""
 READ_EVERYWHERE = (
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},  # what nodes have free
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},  # free resources of nodes
     {
         "apiGroups": ["coordination.k8s.io"],
         "resources": ["leases"],
