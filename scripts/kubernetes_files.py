@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 OPERATOR = "deploy/kubernetes/operator.yaml"
 CHART = "deploy/helm/dynamo/files"
 
-CLUSTER_KINDS = {"nodes", "customresourcedefinitions"}
+CLUSTER_KINDS = {"nodes", "customresourcedefinitions", "priorityclasses"}
 """Resources that are in no namespace."""
 READ_EVERYWHERE = (
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},  # free resources of nodes
