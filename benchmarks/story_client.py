@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,17 +27,20 @@ CHATS = (
     "responses background", "messages", "messages stream", "cut", "bad",
 )  # fmt: skip
 """Kinds of requests for text. "n": two choices; "cut": the client leaves; "bad": it is refused."""
-EMBEDDINGS = "embeddings"
+EMBEDDINGS, CONTROL = "embeddings", "control"
+CONTROL_S, WORK_S = 0.05, 0.0005
 
 
 class Sent(NamedTuple):
     """A request as its client saw it. Times in seconds since its first byte was sent: `first_s` to
-    the first text of a stream, `seconds` to the last byte that came, or to the cut."""
+    the first text of a stream, `seconds` to the last byte that came, or to the cut. `answer`: the
+    body of a control."""
 
     name: str
     surface: str
     first_s: float | None
     seconds: float
+    answer: str
 
 
 def make_call(model: str, surface: str, prompt: str) -> tuple[str, dict[str, Any]]:
@@ -72,6 +75,7 @@ class Connection(asyncio.Protocol):
     def send(self, wire: bytes, *, cut: bool) -> asyncio.Future[None]:
         """Send a request. The future is done at the end of its answer, or when it is cut."""
         self._parser, self._bytes, self._cut = httptools.HttpResponseParser(self), 0, cut
+        self.answer = b""
         self.first_at: float | None = None
         self._done = asyncio.get_running_loop().create_future()
         self.began_at = self.ended_at = monotonic()
@@ -89,6 +93,10 @@ class Connection(asyncio.Protocol):
             self.ended_at = monotonic()
             self._transport.abort()
 
+    def on_body(self, body: bytes) -> None:
+        """Keep the last part."""
+        self.answer = body
+
     def on_message_complete(self) -> None:
         """End the request."""
         if not self._done.done():
@@ -103,9 +111,10 @@ class Connection(asyncio.Protocol):
 
 class Task(NamedTuple):
     """Requests for `model`, one of each name and of the kinds in turn, `at_once` at a time. Their
-    prompts have `words[0]` to `words[1]` words."""
+    prompts have `words[0]` to `words[1]` words. `control`: the port for requests of that kind."""
 
     url: str
+    control: int
     model: str
     names: Sequence[str]
     kinds: Sequence[str]
@@ -136,15 +145,57 @@ class Client:
     async def work(self, surfaces: Mapping[str, str]) -> None:
         """Send requests until no name is left."""
         loop = asyncio.get_running_loop()
-        connection: Connection | None = None
+        connections = dict[bool, Connection]()
         for name in self._names:
-            wire = self.encode(name, surfaces[name])
+            wire, control = self.encode(name, surfaces[name]), surfaces[name] == CONTROL
+            connection = connections.get(control)
             if connection is None or connection.closed:
-                _, connection = await loop.create_connection(Connection, *self._address)
+                host, port = self._address
+                port = self._task.control if control else port
+                _, connection = await loop.create_connection(Connection, host, port)
+                connections[control] = connection
             await connection.send(wire, cut=surfaces[name] == "cut")
             first_at, began_at = connection.first_at, connection.began_at
             first_s = None if first_at is None else first_at - began_at
-            self.sent.append(Sent(name, surfaces[name], first_s, connection.ended_at - began_at))
+            seconds, answer = connection.ended_at - began_at, connection.answer
+            self.sent.append(Sent(name, surfaces[name], first_s, seconds, answer.decode()))
+
+
+class ControlServer(asyncio.Protocol):
+    """Answers each request after `CONTROL_S` with the seconds that it took by its own clock. The
+    server works
+    for `WORK_S` when it has read a request and before it answers, as a frontend does."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Keep the transport."""
+        self._transport = transport
+
+    def data_received(self, _: bytes) -> None:
+        """Answer soon. A request is short enough for one read."""
+        began_at = monotonic()
+        _work()
+        asyncio.get_running_loop().call_later(CONTROL_S, self._answer, began_at)
+
+    def _answer(self, began_at: float) -> None:
+        _work()
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n")
+        self._transport.write(f"{monotonic() - began_at:012.9f}".encode())
+
+
+def _work() -> None:
+    until = thread_time() + WORK_S
+    while thread_time() < until:
+        pass
+
+
+def serve_control(port: int) -> None:
+    """Serve controls until the process is killed."""
+
+    async def run() -> None:
+        server = await asyncio.get_running_loop().create_server(ControlServer, "127.0.0.1", port)
+        await server.serve_forever()
+
+    uvloop.run(run())
 
 
 def send_all(task: Task) -> list[Sent]:
