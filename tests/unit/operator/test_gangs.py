@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.kubernetes_graphs import GraphCluster, component, graph
 
+from dynamo.operations.operator import gangs
 from dynamo.operations.operator.gangs import GANG, OPENED, GatedGraph, plan_gangs
 from dynamo.operations.operator.kinds import ComponentSpec, GraphSpec
 from dynamo.operations.operator.status import time_text
@@ -109,3 +110,45 @@ def test_a_gang_that_is_not_bound_in_time_is_given_up() -> None:
     assert not plan_gangs(graphs, Topology([]), 1059.0).expired
     expired = plan_gangs(graphs, Topology([]), 1061.0).expired
     assert [item["metadata"]["name"] for item in expired] == ["a", "b"]
+
+
+async def test_a_gang_that_lacks_pods_for_too_long_is_made_again(
+    cluster: GraphCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pods() -> list[Any]:
+        return [pod for pod in cluster.items("pods") if "deletionTimestamp" not in pod["metadata"]]
+
+    def fail_one() -> None:
+        pod = next(pod for pod in pods() if "decode" in pod["metadata"]["name"])
+        lost = [{"type": "Ready", "status": "False"}]
+        cluster.pods.put_status("pods", pod, {**pod["status"], "conditions": lost})
+
+    await cluster.operator()
+    cluster.pods.unready.add("dynamo:1")
+    await cluster.apply(gang("llm", 1, 1))
+    await cluster.until(lambda: len(pods()) == 3)
+    assert cluster.condition("MinAvailableBreached")[0] == ""  # not all were ready yet
+    cluster.pods.unready.clear()
+    cluster.pods.mark(("default", pod["metadata"]["name"]) for pod in pods())
+    await cluster.until(lambda: cluster.state() == "successful")
+    assert cluster.condition("MinAvailableBreached")[0] == "False"
+    first = {pod["metadata"]["uid"] for pod in pods()}
+
+    cluster.pods.unready.add("dynamo:1")
+    fail_one()
+    await cluster.until(lambda: cluster.condition("MinAvailableBreached")[0] == "True")
+    assert "decode: fewer pods" in cluster.condition("MinAvailableBreached")[2]
+    cluster.pods.unready.clear()
+    cluster.pods.mark(("default", pod["metadata"]["name"]) for pod in pods())
+    await cluster.until(lambda: cluster.condition("MinAvailableBreached")[0] == "False")
+    assert {pod["metadata"]["uid"] for pod in pods()} == first
+
+    monkeypatch.setattr(gangs, "TERMINATION_S", 1.0)
+    cluster.pods.unready.add("dynamo:1")
+    fail_one()
+    await cluster.until(lambda: len({pod["metadata"]["uid"] for pod in pods()} - first) == 3)
+    await cluster.until(lambda: cluster.condition("MinAvailableBreached")[0] == "")
+    cluster.pods.unready.clear()
+    cluster.pods.mark(("default", pod["metadata"]["name"]) for pod in pods())
+    await cluster.until(lambda: cluster.state() == "successful")
+    assert len(racks(cluster, "llm")) == 1

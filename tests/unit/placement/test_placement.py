@@ -13,7 +13,7 @@ from dynamo.operations.placement.fit import Gang, PodGroup, place, release
 from dynamo.operations.placement.gangs import ScaledPart, graph_gangs
 from dynamo.operations.placement.nodes import read_nodes
 from dynamo.operations.placement.quantity import GPU, format_quantity, parse_quantity, pod_requests
-from dynamo.operations.placement.queue import BIND_S, RESERVE_S, GangQueue
+from dynamo.operations.placement.queue import RESERVE_S, GangQueue
 from dynamo.operations.placement.topology import HOST, Node, Topology
 
 LEVELS = ("block", "rack", HOST)
@@ -216,30 +216,11 @@ def test_replicas_of_several_nodes_stay_within_a_rack() -> None:
         assert len({node.rpartition("-")[0] for node in nodes}) == 1
 
 
-def test_pods_of_a_lost_node_come_again_or_their_gang_waits_anew() -> None:
-    topology = make_topology(blocks=1, racks=1)
-    queue = GangQueue(topology)
-    queue.add(make_gang("gang", 8, 8), 0)
-    (placed,) = queue.step(0)
-    queue.lose_node(placed.pods[0].node, 1)
-    (repaired,) = queue.step(1)
-    assert len(repaired.pods) == 2
-
-    queue.add(make_gang("other", 8), 2)
-    queue.step(2)
-    queue.lose_node(repaired.pods[0].node, 3)
-    assert not queue.step(4)
-    assert not queue.step(3 + BIND_S)  # gives its host back, waits
-    assert [entry.gang.name for entry in queue.waiting] == ["gang"]
-    queue.remove("other")
-    assert [placed.gang.name for placed in queue.step(70)] == ["gang"]
-
-
 def test_a_random_life_of_gangs_leaves_none_in_part_and_none_starving() -> None:
     rng, topology = random.Random(7), make_topology(blocks=2, racks=2, hosts=4)
     queue, now, number = GangQueue(topology), 0.0, 0
     shapes = ([8] * 2, [4] * 4, [2] * 8, [8] * 4, [1] * 6, [2] * 3, [8, 4, 4])
-    longest, lost = 0.0, 0
+    longest = 0.0
     for _ in range(3000):
         now += rng.expovariate(1 / 3)
         event = rng.random()
@@ -247,21 +228,15 @@ def test_a_random_life_of_gangs_leaves_none_in_part_and_none_starving() -> None:
             number += 1
             gang = make_gang(f"gang-{number}", *rng.choice(shapes), priority=rng.randrange(2))
             queue.add(gang, now)
-        elif event < 0.995 and queue.running:
+        elif queue.running:
             queue.remove(rng.choice(list(queue.running)))
-        elif lost < 4 and event >= 0.995:
-            lost += 1
-            queue.lose_node(rng.choice(list(topology.hosts)), now)
         queue.step(now)
-        for running in queue.running.values():
-            whole = sum(group.count for group in running.placed.gang.groups)
-            assert len(running.placed.pods) + len(running.missing) == whole
-            assert not running.missing or now - running.missing_since < BIND_S
+        for placed in queue.running.values():
+            assert len(placed.pods) == sum(group.count for group in placed.gang.groups)
         waits = [now - entry.since for entry in queue.waiting if entry.gang.priority]
         longest = max([longest, *waits])
         for host in topology.hosts.values():
             assert all(amount >= 0 for amount in host.free)
-    assert lost == 4
     assert number > 1000
     assert longest < 1000
     for name in list(queue.running):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.operations.operator import objects
+from dynamo.operations.operator import gangs, objects
 from dynamo.operations.operator.gangs import is_gated, wants_gangs
 from dynamo.operations.operator.kinds import ADAPTER, ComponentSpec, GraphStatus
 from dynamo.operations.operator.names import COMPONENT_LABEL, GRAPH_LABEL
@@ -24,6 +24,7 @@ from dynamo.operations.operator.status import (
     component_status,
     pods_of,
     read_status,
+    time_value,
     why_not_ready,
 )
 from dynamo.operations.operator.updates import is_stuck, plan_restart, plan_step
@@ -163,14 +164,15 @@ class GraphPlan:
         for generation in sort_generations(view.others):
             part = [workload for workload in view.others if workload.generation == generation]
             if all(workload.is_gone for workload in part):
-                deletions += [workload.key for workload in part]
+                keys = [workload.key for workload in part]
+                deletions |= {key: view.observed.objects[key] for key in keys}
         wanted = {(item["kind"], item["metadata"]["name"]) for item in self._result.objects}
         for key, item in view.observed.objects.items():
             role = (item["metadata"].get("labels") or {}).get(COMPONENT_LABEL)
             if role and key not in wanted and key[0] not in (*WORKLOADS, SCALING_GROUP):
                 row = view.components.get(role)
                 if row is None or (key[0] == ADAPTER and not has_adapter(row[1])):
-                    deletions.append(key)
+                    deletions[key] = item
 
     def _add_placed(self) -> None:
         """Add the condition on the places of gangs."""
@@ -186,6 +188,28 @@ class GraphPlan:
             add("Placed", holds=False, reason="WaitsForRoom", message=text)
         else:
             add("Placed", holds=True, reason="AllPlaced")
+        update = self._result.status.rolling_update
+        if view.observed.has_gates and (update is None or update.phase != "InProgress"):
+            self._add_breached()
+
+    def _add_breached(self) -> None:
+        """Add the condition on a gang that lacks pods, once it had them all. If it has lacked some
+        for too long, all of its pods are to be made again."""
+        view, result, kind = self._view, self._result, "MinAvailableBreached"
+        lacking = ", ".join(gangs.lacking_components(view))
+        before = next((row for row in view.before.conditions if row.type == kind), None)
+        if not lacking:
+            self._conditions.add(kind, holds=False, reason="SufficientAvailablePods")
+        elif before is not None:
+            since = time_value(before.last_transition_time) if before.status == "True" else 0.0
+            waits_s = gangs.TERMINATION_S - (view.observed.now - (since or view.observed.now))
+            if waits_s <= 0.0:
+                pods = filter(gangs.is_active, view.pods_of(view.generation))
+                result.deletions |= {("Pod", pod["metadata"]["name"]): pod for pod in pods}
+                return
+            text = f"{lacking}: fewer pods are ready than minAvailable"
+            self._conditions.add(kind, holds=True, reason="InsufficientAvailablePods", message=text)
+            result.recheck_s = min(result.recheck_s or waits_s, waits_s)
 
     def _add_ready(self) -> None:
         """Add the condition Ready, and set the state."""

@@ -16,7 +16,8 @@ from dynamo.operations.operator.names import (
     bounded,
 )
 from dynamo.operations.operator.rules import NO_PODS
-from dynamo.operations.operator.status import time_value
+from dynamo.operations.operator.status import is_ready, pods_of, time_value
+from dynamo.operations.operator.view import GraphView
 from dynamo.operations.placement.explain import explain_refusal
 from dynamo.operations.placement.fit import Gang, PlacedGang, PodGroup, place
 from dynamo.operations.placement.gangs import ScaledPart, graph_gangs
@@ -28,6 +29,8 @@ from dynamo.operations.placement.topology import CLUSTER, Topology, level_noun
 OPENED = f"{GANG_GATE}-opened"
 """The annotation of a pod whose gate was opened: when."""
 GANG = f"{GANG_GATE}-name"
+TERMINATION_S = 4 * 3600.0
+"""A gang that once had its fewest pods, and lacks some for longer, is made again as a whole."""
 Object = Mapping[str, Any]
 
 
@@ -123,6 +126,17 @@ def plan_gangs(graphs: Sequence[GatedGraph], topology: Topology, now: float) -> 
     return plan
 
 
+def lacking_components(view: GraphView) -> list[str]:
+    """Return the components of the present generation with fewer ready pods than their gang needs,
+    by name."""
+    ready = [pod for pod in view.pods_of(view.generation) if is_ready(pod) and is_active(pod)]
+    return [
+        part.name
+        for role, (_, part) in view.components.items()
+        if len(pods_of(ready, role)) < min(view.targets[role], part.min_available or 1)
+    ]
+
+
 def is_gated(pod: Object) -> bool:
     """Whether a pod waits for its gang."""
     return any(gate["name"] == GANG_GATE for gate in pod["spec"].get("schedulingGates") or ())
@@ -145,14 +159,14 @@ def _hold_opened(graph: GatedGraph, topology: Topology, plan: GangPlan, now: flo
     plan.expired += [
         pod
         for pod in graph.pods
-        if (pod["metadata"].get("annotations") or {}).get(GANG) in late and _is_active(pod)
+        if (pod["metadata"].get("annotations") or {}).get(GANG) in late and is_active(pod)
     ]
 
 
 def _waiting_gangs(graph: GatedGraph, topology: Topology) -> list[tuple[Gang, Sequence[Object]]]:
     """Return the gangs of gated pods. The first gang of a generation has the fewest pods of each
     component that serve. Each pod beyond is a gang of its own, once the first one stands."""
-    active = [pod for pod in graph.pods if _is_active(pod)]
+    active = [pod for pod in graph.pods if is_active(pod)]
     return [
         gang
         for generation in sorted({_label(pod, GENERATION_LABEL) for pod in active})
@@ -213,7 +227,8 @@ def _domain_labels(topology: Topology, placed: PlacedGang) -> Mapping[str, str]:
     return _nodes_labels([pod], topology, placed.level)
 
 
-def _is_active(pod: Object) -> bool:
+def is_active(pod: Object) -> bool:
+    """Whether a pod has neither ended nor been deleted."""
     ended = (pod.get("status") or {}).get("phase") in ENDED
     return not ended and "deletionTimestamp" not in pod["metadata"]
 

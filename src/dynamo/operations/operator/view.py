@@ -63,7 +63,7 @@ class Desired(msgspec.Struct):
     check: GraphCheck
     objects: list[Object] = []
     scales: list[tuple[Key, int]] = []
-    deletions: list[Key] = []
+    deletions: dict[Key, Object] = {}
     replicas: dict[str, int] = {}
     status_first: bool = False
     templates: dict[Key, tuple[int, Object]] = {}

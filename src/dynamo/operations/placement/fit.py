@@ -133,11 +133,10 @@ def place(
 
 
 def release(topology: Topology, placed: PlacedGang) -> None:
-    """Give the resources of a gang back. Pods of lost nodes had none."""
+    """Give the resources of a gang back."""
     amounts = {group.name: PodRow(topology, group).amounts for group in placed.gang.groups}
     for pod in placed.pods:
-        if host := topology.hosts.get(pod.node):
-            topology.take(host, amounts[pod.group], -1)
+        topology.take(topology.hosts[pod.node], amounts[pod.group], -1)
 
 
 class PlaceSearch:

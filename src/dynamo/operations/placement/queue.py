@@ -1,16 +1,16 @@
-"""The queue of gangs: who waits for room, who runs, and what happens when a node is lost."""
+"""The queue of gangs: those that wait for room, and those that have a place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.operations.placement.fit import Gang, PlacedGang, PodGroup, check_level, place, release
+from dynamo.operations.placement.fit import Gang, PlacedGang, check_level, place, release
 from dynamo.operations.placement.topology import Domain, Topology
 
 BIND_S = 60.0
-"""A gang of which a part is missing for longer gives everything back, and waits again."""
+"""A gang that is not bound after so long gives everything back, and waits again."""
 RESERVE_S = 60.0
 """After so long a wait a gang reserves a domain: others may take no room there."""
 
@@ -23,15 +23,6 @@ class WaitingGang(msgspec.Struct):
     reserved: Domain | None = None
 
 
-class RunningGang(msgspec.Struct):
-    """A gang with a place. `missing_since` is when pods of it were lost."""
-
-    placed: PlacedGang
-    since: float
-    missing: list[str] = []
-    missing_since: float = 0.0
-
-
 class GangQueue:
     """Places gangs first come, first served within a priority. Later ones that fit may start ahead
     of one that does not, but not in a domain that it has reserved."""
@@ -39,7 +30,7 @@ class GangQueue:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.waiting: list[WaitingGang] = []
-        self.running: dict[str, RunningGang] = {}
+        self.running: dict[str, PlacedGang] = {}
 
     def add(self, gang: Gang, now: float) -> None:
         """Let a gang wait. Raises `ConfigError` for a level that no node has."""
@@ -49,57 +40,24 @@ class GangQueue:
 
     def remove(self, name: str) -> None:
         """Forget a gang, and give its resources back."""
-        if running := self.running.pop(name, None):
-            release(self.topology, running.placed)
+        if placed := self.running.pop(name, None):
+            release(self.topology, placed)
         self.waiting = [entry for entry in self.waiting if entry.gang.name != name]
-
-    def lose_node(self, name: str, now: float) -> None:
-        """Take a lost node out. Its pods are missing in their gangs from `now` on."""
-        self.topology.remove_node(name)
-        for running in self.running.values():
-            lost = [pod.group for pod in running.placed.pods if pod.node == name]
-            if lost:
-                running.missing_since = running.missing_since if running.missing else now
-                running.missing = [*running.missing, *lost]
-                pods = [pod for pod in running.placed.pods if pod.node != name]
-                running.placed = msgspec.structs.replace(running.placed, pods=pods)
 
     def step(self, now: float) -> Sequence[PlacedGang]:
         """Place what fits. Returns the gangs that have their place now, whole."""
-        changed = list(self._repair(now))
+        changed = []
         barred: frozenset[str] = frozenset()
         for entry in list(self.waiting):
-            first = entry.gang.after
-            if first and (first not in self.running or self.running[first].missing):
+            if entry.gang.after and entry.gang.after not in self.running:
                 continue
             if (placed := place(self.topology, entry.gang, barred)) is not None:
                 self.waiting.remove(entry)
-                self.running[entry.gang.name] = RunningGang(placed, entry.since)
+                self.running[entry.gang.name] = placed
                 changed.append(placed)
             elif now - entry.since >= RESERVE_S:
                 barred |= self._reserve(entry, barred)
         return changed
-
-    def _repair(self, now: float) -> Iterator[PlacedGang]:
-        """Place missing pods again. A gang in part for too long gives its place back."""
-        for name, running in list(self.running.items()):
-            if not running.missing:
-                continue
-            gang = running.placed.gang
-            groups = [
-                PodGroup(group.name, count, group.request, selector=group.selector)
-                for group in gang.groups
-                if (count := running.missing.count(group.name))
-            ]
-            part = place(self.topology, msgspec.structs.replace(gang, groups=groups))
-            if part is not None:
-                pods = [*running.placed.pods, *part.pods]
-                running.placed = msgspec.structs.replace(running.placed, pods=pods)
-                running.missing = []
-                yield running.placed
-            elif now - running.missing_since >= BIND_S:
-                self.remove(name)
-                self.add(gang, running.since)
 
     def _reserve(self, entry: WaitingGang, barred: frozenset[str]) -> frozenset[str]:
         """Return the hosts of the domain that a waiting gang reserves, none if none can take it."""

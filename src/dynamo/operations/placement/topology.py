@@ -104,17 +104,3 @@ class Topology:
         for domain in host.ancestors():
             for number, amount in amounts:
                 domain.free[number] -= sign * amount
-
-    def remove_node(self, name: str) -> None:
-        """Take a node that is lost out of all domains."""
-        host = self.hosts.pop(name)
-        del self.nodes[name]
-        self.take(host, list(enumerate(host.free)))
-        capacity = list(host.capacity)
-        for domain in host.ancestors():
-            domain.hosts.remove(host)
-            for number, amount in enumerate(capacity):
-                domain.capacity[number] -= amount
-        self.domains[HOST].remove(host)
-        if host.parent is not None:
-            host.parent.children.remove(host)

@@ -325,8 +325,8 @@ class OperatorLoop:
                 await self._choose_leaving(live, observed, item["spec"]["replicas"])
             if await cluster.apply(item, live):
                 self._events.add(graph, "Applied", f"{kind} {name}")
-        for kind, name in wanted.deletions:
-            await cluster.delete(kind, observed.objects[kind, name])
+        for (kind, name), item in wanted.deletions.items():
+            await cluster.delete(kind, item)
             self._events.add(graph, "Deleted", f"{kind} {name}")
         if wanted.replicas:
             await cluster.apply_fields(_replica_fields(graph, wanted), SCALING)
