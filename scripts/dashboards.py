@@ -138,6 +138,15 @@ WORKERS = (
         },
     ),
     Panel(
+        "Requests of a step", "short",
+        quantiles("dynamo_worker_batch_requests", matcher=WORKER),
+    ),
+    Panel(
+        "Time of a step", "s",
+        quantiles("dynamo_worker_step_seconds", matcher=WORKER),
+        "docs/how-to/record-and-calibrate.md.",
+    ),
+    Panel(
         "KV blocks in use by worker", "percentunit",
         {
             "{{process}}": f"dynamo_worker_active_blocks{{{WORKER}}} / "

@@ -197,7 +197,8 @@ def metrics_page() -> str:
         "`/metrics` of the HTTP port has the metrics of all frontends that share the port. Every "
         "process has a status port with its own metrics; `dynamo ps` and `/metrics/targets` list "
         "these ports. Histograms have `_bucket`, `_sum` and `_count`. In frontends and routers, "
-        "metrics of admission, router, migrations, workers and index have the label `model`, too.\n"
+        "metrics of admission, router, migrations, workers and index have the label `model`, too. "
+        "[This page](../how-to/watch.md#metrics) has the names of vLLM that workers add.\n"
     )
     metrics = sorted(declared_metrics(ROOT / "src"))
     rows = [(f"`{metric.name}`", metric.kind, metric.labels, metric.help) for metric in metrics]
@@ -224,7 +225,10 @@ def declared_metrics(source: Path) -> set[Metric]:
 def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
     if not isinstance(node, ast.Call) or len(node.args) < 2:
         return None
-    kind = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    function = node.func
+    kind = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if ast.unparse(function).startswith("aliases."):  # other names of metrics that are listed
+        return None
     name, text = (ast.unparse(arg) for arg in node.args[:2])
     if kind not in {"counter", "gauge", "histogram"} or not name.startswith("'"):
         return None

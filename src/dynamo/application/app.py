@@ -204,7 +204,7 @@ class Application:
             "/v1/messages": {"POST": messages.create},
             **self._responses.routes(),
         }
-        self._generation_paths = frozenset(generation)
+        self.generation_paths = frozenset(generation)
         embeddings = EmbeddingHandler(self._gateway, self.generation)
         return self._keys.protect_routes(
             {
@@ -280,7 +280,7 @@ class Application:
             raise error
         generation, request = self.generation, exchange.request
         exchange.model, body = error.model, request.decoded_body
-        if exchange.streaming and request.path in self._generation_paths:
+        if exchange.streaming and request.path in self.generation_paths:
             exchange.response.on_silence = partial(keep_waiting, exchange)
         async with AsyncExitStack() as stack:
             async with generation.open_context(exchange, error.model) as context:
@@ -319,7 +319,7 @@ class Application:
 
     def _record_response(self, exchange: Exchange, status: int, seconds: float) -> None:
         path = exchange.request.path
-        if exchange.model or (path in self._generation_paths and status >= FIRST_ERROR_STATUS):
+        if exchange.model or (path in self.generation_paths and status >= FIRST_ERROR_STATUS):
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
             stories = self.generation.stories
             if stories is not None and exchange.story is None and status >= FIRST_ERROR_STATUS:

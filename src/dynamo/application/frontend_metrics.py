@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import sub
 
 from dynamo.telemetry.metrics import Counter, Histogram, MetricFamily, Registry
@@ -15,6 +15,8 @@ TTFT_BUCKETS_S = (0.001, 0.0025, *DURATION_BUCKETS_S[:-2])
 ITL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.0025, *DURATION_BUCKETS_S[:-3], 300)
 TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+KNOWN_STATUSES = ("200", "400", "429", "499", "500", "502", "503", "504")
 
 
 class ModelMetrics:
@@ -131,6 +133,13 @@ class FrontendMetrics:
         if metrics is None:
             metrics = self._by_model[name] = ModelMetrics(self, name)
         return metrics
+
+    def begin_model(self, name: str, paths: Iterable[str]) -> None:
+        """Begin the series of a model at 0, which answers requests to these routes."""
+        self.for_model(name)
+        for path in paths:
+            for status in KNOWN_STATUSES if path[-1] != "/" else ():
+                self.requests.labels(name, path, status)
 
     def remove_model(self, name: str) -> None:
         """Remove the series of a model that is served no more."""

@@ -100,9 +100,11 @@ class EngineRank(ABC):
     Blocks have `EngineInfo.block_tokens` and are named as `core/hashing.py` does, whatever the size
     and the names of the engine's own blocks.
 
-    `timing_learner` learns the time of steps where the engine tells them; None elsewhere."""
+    `timing_learner` learns the time of steps where the engine tells them; None elsewhere.
+    `on_step` gets the requests and seconds of each of these steps."""
 
     timing_learner: TimingLearner | None = None
+    on_step: Callable[[int, float], None] | None = None
 
     @abstractmethod
     def report_load(self) -> Load:

@@ -298,6 +298,8 @@ class BatchedEngine(EngineCore):
             ended_s = now()
             self.timing_learner.observe(plan, ended_s - began_s)
             self.step_gaps.on_steps(ended_s)
+            if self.on_step is not None:
+                self.on_step(plan.seqs, ended_s - began_s)
             return result
         except Exception as error:
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})

@@ -15,9 +15,10 @@ import msgspec
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, adapter_name
-from dynamo.core.codec import ReplyEncoder, decode_request, decode_shared_request
+from dynamo.core.codec import decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.features import required_features
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.kv_events import (
     LOAD_METRICS_SUBJECT,
     encode_kv_event_payloads,
@@ -38,6 +39,7 @@ from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvControl, declare_tier_metrics
 from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.inference.sleep.sleep_endpoint import SleepEndpoint
+from dynamo.inference.vllm_names import CountedReply, VllmNames
 from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
 from dynamo.runtime.supervisors import SUPERVISOR_KEY
@@ -90,6 +92,7 @@ class EngineWorker:
             context_tokens=min(self._card.context_tokens, info.context_tokens),
         )
         declare_worker_metrics(runtime.metrics, self._engine)
+        self._names = VllmNames(runtime.metrics, self._engine, card.names[0], info)
         runtime.health.add_check("engine", self._engine_failure)
         self._engine.on_failure(self._on_engine_failed)
         self._own_engines = batched_engines(self._engine)
@@ -214,7 +217,9 @@ class EngineWorker:
             form = request.structured.supported_by(self._features, resumed=request.resumed > 0)
             request = msgspec.structs.replace(request, structured=form)
         self._load_publisher.on_load_changed()
-        reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
+        prompt_tokens = len(request.token_ids) // TOKEN_BYTES
+        instance = self._runtime.instance_id
+        reply = CountedReply(outgoing.send, instance, self._names, prompt_tokens)
         outgoing.is_alive = partial(self._engine.has_request, reply)
         try:
             await self._prefill.generate(request, outgoing.context, reply)

@@ -14,6 +14,8 @@ from dynamo.telemetry.metrics import Registry
 if TYPE_CHECKING:
     from dynamo.inference.engine import BatchedEngine
 
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 FAILURES: Sequence[str] = get_args(TransferFailure)
 
 
@@ -45,6 +47,7 @@ def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
     if engine.totals() is not None:
         _declare_engine_totals(registry, engine)
     declare_kv_view_metrics(registry, engine.ranks)
+    _declare_step_metrics(registry, engine.ranks)
 
 
 def _declare_engine_totals(registry: Registry, engine: Engine) -> None:
@@ -75,6 +78,18 @@ def _declare_engine_totals(registry: Registry, engine: Engine) -> None:
         "Cached blocks evicted to make room for others.",
         of="evicted_blocks",
     )
+
+
+def _declare_step_metrics(registry: Registry, ranks: Sequence[EngineRank]) -> None:
+    batch = registry.histogram("dynamo_worker_batch_requests", "Requests of a step.", BATCH_BUCKETS)
+    duration = registry.histogram("dynamo_worker_step_seconds", "Time of a step.", STEP_BUCKETS_S)
+
+    def on_step(requests: int, seconds: float) -> None:
+        batch.observe(requests)
+        duration.observe(seconds)
+
+    for rank in ranks:
+        rank.on_step = on_step
 
 
 def declare_kv_view_metrics(registry: Registry, ranks: Sequence[EngineRank]) -> None:

@@ -98,6 +98,8 @@ class FrontendService:
             names = dict(gateway.unloaded_names())
             names |= {name: model.names[0] for name, model in gateway.embedding_models.items()}
             names |= {name: model.names[0] for name, model in gateway.models.items()}
+            for model in gateway.models.values():
+                application.metrics.begin_model(model.names[0], application.generation_paths)
             self._runtime.report(models=names)
 
         gateway.on_change(report_models)

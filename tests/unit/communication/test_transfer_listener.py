@@ -43,4 +43,7 @@ async def test_a_peer_on_another_host_is_no_failure_of_shm() -> None:
     await reader.close()
     await owner.close()
     region.close()
-    assert "dynamo_transfer_failures_total{" not in registry.render()
+    lines = registry.render().splitlines()
+    failures = [line for line in lines if line.startswith("dynamo_transfer_failures_total{")]
+    assert failures
+    assert all(line.endswith(" 0") for line in failures)

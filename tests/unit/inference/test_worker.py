@@ -8,6 +8,7 @@ import hashlib
 import msgspec
 import pytest
 from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.codec import ReplyDecoder, encode_choice, encode_request, share_group
@@ -201,6 +202,41 @@ async def test_metrics_describe_the_engine(runtime, worker, make_request):
     assert "dynamo_worker_cached_tokens_total 32" in lines
     assert "dynamo_worker_running_requests 0" in lines
     assert not runtime.health.reasons
+    await worker.close()
+
+
+async def test_gateways_find_metrics_under_their_names(runtime, worker, make_request):
+    client = await open_client(runtime, "generate")
+    request = encode_request(make_request(range(40), max_tokens=5))
+    for _ in range(2):
+        await call(client, request, ReplyDecoder(RecordingReply()).feed)
+    text = runtime.metrics.render()
+    names = {
+        (sample.name, sample.labels.get("le")): sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    def value(name, le=None):
+        sample = names[f"vllm:{name}", le]
+        assert sample.labels["model_name"] == "org/tiny"
+        return sample.value
+
+    assert value("num_requests_running") == value("num_requests_waiting") == 0
+    assert value("kv_cache_usage_perc") == 0
+    assert value("cache_config_info") == 1
+    assert names["vllm:cache_config_info", None].labels["block_size"] == "16"
+    assert value("prompt_tokens_total") == value("prefix_cache_queries_total") == 80
+    assert value("prefix_cache_hits_total") == 32
+    assert value("generation_tokens_total") == 10
+    assert value("num_preemptions_total") == 0
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert value(f"{name}_seconds_count") == 2
+    assert value("time_to_first_token_seconds_count") == 2
+    assert value("inter_token_latency_seconds_count") == 8
+    assert value("e2e_request_latency_seconds_bucket", "+Inf") == 2
+    assert names["dynamo_worker_step_seconds_count", None].value >= 5
+    assert names["dynamo_worker_batch_requests_bucket", "1.0"].value >= 5
     await worker.close()
 
 

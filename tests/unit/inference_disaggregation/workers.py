@@ -36,9 +36,9 @@ class LiveWorker:
         return reply
 
     def sample(self, name: str) -> float:
-        """Return a sample of the worker's metrics by its name and labels."""
-        lines = [line for line in self.runtime.metrics.render().splitlines() if name in line]
-        return float(lines[-1].rpartition(" ")[2]) if lines else 0.0
+        """Return the sum of the worker's metrics whose name and labels begin so."""
+        lines = self.runtime.metrics.render().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def check_idle(self) -> None:
         for engine in self.ranks:

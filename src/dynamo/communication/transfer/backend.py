@@ -42,6 +42,7 @@ class TransferBackend(TransferPlane):
         self.clock = setup.clock
         self.incarnation = setup.incarnation
         self.metrics = setup.metrics
+        self.metrics.begin(self.scheme)
         self.secret = setup.secret
         self.region: MemoryRegion | None = None
         self.layout = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final, Self, get_args
 
 import msgspec
 
@@ -13,6 +13,7 @@ from dynamo.communication.backends import load_backend
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.transfer.region import MemoryRegion, RegionDescriptor, SlotRead
 from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import TransferFailure
 from dynamo.core.plugins import TRANSFER_BACKENDS
 from dynamo.telemetry import Registry
 
@@ -38,6 +39,13 @@ class TransferMetrics:
             "Failed pulls and connections: stale, checksum, gone, timeout, refused",
             ("backend", "reason"),
         )
+
+    def begin(self, backend: str) -> None:
+        """Begin the series of a backend at 0."""
+        self.bytes.labels(backend)
+        self.seconds.labels(backend)
+        for reason in get_args(TransferFailure):
+            self.failures.labels(backend, reason)
 
 
 class TransferSetup(msgspec.Struct, frozen=True):

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from dynamo.runtime.component import Component, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
 
+NAMED_PEERS = 8
+
 
 class WorkerPrefill(RemotePrefill):
     """Exposes the KV memory of the engines, one for each data-parallel rank, and connects them to
@@ -43,6 +45,7 @@ class WorkerPrefill(RemotePrefill):
         self._planes: list[TransferPlane] = []
         self._regions: list[RegionDescriptor] = []
         self._peers: list[PrefillPeers] = []
+        self._named_peers: Sequence[str] = ()
         self._sources: list[PeerPrefill] = []
         self._only_decodes = runtime.settings.engine.role == "decode"
         self._handover = Handover(runtime.clock)
@@ -132,7 +135,7 @@ class WorkerPrefill(RemotePrefill):
         declare_disaggregation_metrics(runtime.metrics, self._engines, self._regions[0].slot_bytes)
         runtime.metrics.counter(
             "dynamo_worker_peer_bytes_total",
-            "Bytes of KV pulled from each worker that serves now.",
+            "Bytes of KV pulled from the eight workers that sent most, and from all others.",
             ("peer",),
             callback=self._bytes_by_peer,
         )
@@ -151,9 +154,14 @@ class WorkerPrefill(RemotePrefill):
         return "; ".join(f"blocks of {name} are not pulled: {why}" for name, why in reasons.items())
 
     def _bytes_by_peer(self) -> Mapping[tuple[str, ...], float]:
-        counts: Counter[tuple[str, ...]] = Counter()
+        pulled: Counter[str] = Counter()
         for peers in self._peers:
-            for name, size in peers.bytes_pulled().items():
-                if size:
-                    counts[name,] += size
+            pulled.update(peers.bytes_pulled())
+        present = [name for name in self._named_peers if name in pulled]
+        largest = [name for name, _ in pulled.most_common() if name not in present]
+        self._named_peers = [*present, *largest][:NAMED_PEERS]
+        counts: dict[tuple[str, ...], float] = {
+            (name,): pulled.pop(name) for name in self._named_peers
+        }
+        counts["other",] = pulled.total()
         return counts

@@ -110,6 +110,8 @@ class VllmRank(ViewedRank):
         seqs = scheduler.num_running_reqs
         counts = Counts(new_tokens, seqs, seqs, context, new_tokens * new_tokens / 2)
         self.timing_learner.observe(counts, ended_s - before_s)
+        if self.on_step is not None:
+            self.on_step(seqs, ended_s - before_s)
 
     def count_running(self) -> int:
         return min(self._running, len(self.answers))
