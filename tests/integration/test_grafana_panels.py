@@ -15,7 +15,7 @@ from tests.conftest import until
 from tests.faults.cluster import Cluster
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
-SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)\Z")
+SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)\Z")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 TARGET_LABELS = {"role", "process", "deployment"}
 TEXT = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models " * 6
