@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
 MODEL = 'model=~"$model"'
 WORKER = 'process=~"$worker"'
 RATE = "[$__rate_interval]"
+_PAGE = re.compile(r"docs/[a-z/-]+\.md")
 
 
 class Panel(NamedTuple):
@@ -350,6 +352,7 @@ def _board(name: str, title: str, panels: Sequence[Panel]) -> Mapping[str, Any]:
             "list": [
                 _variable("model", "dynamo_frontend_workers", "model"),
                 _variable("worker", "dynamo_worker_blocks", "process"),
+                {"name": "guide", "label": "URL of the folder docs", "type": "textbox"},
             ]
         },
         "annotations": {"list": []},
@@ -378,6 +381,10 @@ def _panel(number: int, panel: Panel) -> Mapping[str, Any]:
         "id": number + 1,
         "title": panel.title,
         "description": panel.text,
+        "links": [
+            {"title": page, "url": f"${{guide}}/{page.removeprefix('docs/')}", "targetBlank": True}
+            for page in _PAGE.findall(panel.text) or ["docs/how-to/watch.md"]
+        ],
         "type": "timeseries",
         "datasource": DATASOURCE,
         "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},

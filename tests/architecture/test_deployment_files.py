@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 from dynamo.inference.engines.packages import ENGINE_PACKAGES
@@ -170,6 +171,20 @@ def test_prometheus_asks_every_frontend_for_the_ports(compose: dict[str, Any]) -
             assert service["environment"]["DYNAMO_RUNTIME__STATUS_HOST"] == "0.0.0.0"
     static = [config for job in jobs for config in job.get("static_configs", ())]
     assert {host for config in static for host in config["targets"]} == {"etcd:2379"}
+
+
+def test_dashboards_are_decoded_by_grafana_and_link_to_the_guide() -> None:
+    for board in BOARDS:
+        content = json.loads(board.read_text())
+        decoded = Dashboard.from_json(content)
+        assert len(decoded.panels or ()) == len(content["panels"])
+        names = [each.name for each in decoded.templating.list_val or ()]
+        assert names == ["model", "worker", "guide"]
+        for panel in content["panels"]:
+            assert panel["links"], panel["title"]
+            for link in panel["links"]:
+                page = link["url"].removeprefix("${guide}/")
+                assert (DEPLOY.parent / "docs" / page).is_file(), link
 
 
 def test_dashboards_and_alerts_read_metrics_that_exist() -> None:
