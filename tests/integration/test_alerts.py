@@ -19,30 +19,44 @@ from tests.faults.cluster import Cluster
 from dynamo.runtime.deployment import ProcessRecord
 
 KEY, PROMPT, SECRET = "sk-planted-key-417", "the planted prompt", "planted-secret-733"
+PASSWORD = "planted-password-58"
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("alerts")
     command = f"tee -a {folder / 'notifications'}"
-    flags = ("--alerts.interval", "0.5", "--alerts.command", command, "--log-prompts")
+    webhook = f"http://someone:{PASSWORD}@127.0.0.1:9/alerts"
+    flags = (
+        "--alerts.webhook",
+        webhook,
+        "--alerts.interval",
+        "0.5",
+        "--alerts.command",
+        command,
+        "--log-prompts",
+    )
     with Cluster(
         tiny_model,
         folder,
         workers=2,
-        flags=(*flags, "--log-requests"),
+        flags=(*flags, "--log-requests", "--observer"),
         environ={"DYNAMO_SERVER__API_KEYS": KEY, "DYNAMO_SECURITY__SECRET": SECRET},
     ) as cluster:
         yield cluster
 
 
-def ask(cluster: Cluster, key: str) -> int:
-    """Send a chat with the prompt, and return the status."""
+def ask(cluster: Cluster, key: str, limit_s: float = 20) -> int:
+    """Send a chat with the prompt and a time limit, and return the status."""
     body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": PROMPT}]}
     request = urllib.request.Request(
         f"http://127.0.0.1:{cluster.port}/v1/chat/completions",
         json.dumps(body).encode(),
-        {"content-type": "application/json", "authorization": f"Bearer {key}"},
+        {
+            "content-type": "application/json",
+            "authorization": f"Bearer {key}",
+            "x-dynamo-timeout": str(limit_s),
+        },
     )
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
@@ -66,6 +80,7 @@ def named(cluster: Cluster, name: str) -> ProcessRecord:
 async def test_faults_are_alerts_and_a_report_tells_of_them(cluster: Cluster) -> None:
     assert ask(cluster, KEY) == 200
     assert ask(cluster, "sk-another-key") == 401
+    assert ask(cluster, KEY, 0.01) == 504
     assert not active(cluster)
 
     os.kill(named(cluster, "worker-1").pid, signal.SIGKILL)
@@ -94,6 +109,7 @@ async def test_faults_are_alerts_and_a_report_tells_of_them(cluster: Cluster) ->
     assert json.loads(files["settings.json"])["server.api_keys"] == "***"
     assert "status=200" in files["logs/frontend.txt"]
     assert "State:\tT" in files["kernel/frontend.txt"]
-    assert not [
-        name for name, text in files.items() for word in (KEY, PROMPT, SECRET) if word in text
-    ]
+    planted = (KEY, PROMPT, SECRET, PASSWORD)
+    assert not [name for name, text in files.items() for word in planted if word in text]
+    groups = json.loads(files["stories.json"])
+    assert "deadline_exceeded" in {group["worst"]["end"] for group in groups}, files["missing.txt"]

@@ -24,6 +24,7 @@ from dynamo.core.settings import LoadedSettings
 from dynamo.core.settings.explain import effective_settings
 from dynamo.core.settings.load import DEFAULT_ORIGIN
 from dynamo.operations.deployment_checks import check_readings
+from dynamo.operations.router_client import RouterClient
 from dynamo.operations.running import ProcessReading, read_processes
 from dynamo.runtime.deployment import Deployment, ProcessRecord, add_waiting_children
 from dynamo.runtime.processes.control import ControlRequest, send_control_request
@@ -43,10 +44,12 @@ def collect(deployment: Deployment | None, loaded: LoadedSettings) -> Files:
     missing: list[str] = []
     if deployment is not None:
         records = add_waiting_children(deployment.live_processes())
-        with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(_ask_supervisor, deployment, missing)
+        with ThreadPoolExecutor(2) as threads:
+            answer = threads.submit(_ask_supervisor, deployment, missing)
+            stories = threads.submit(_ask_observer, records, loaded, missing)
             readings = read_processes(records)
             report = answer.result()
+            files["stories.json"] = _encode(stories.result())
         missing += [f"{each.record.name}: {each.error}" for each in readings if each.error]
         files |= _of_processes(readings)
         files["settings.json"] = _encode(report.settings)
@@ -88,6 +91,22 @@ def _ask_supervisor(deployment: Deployment, missing: list[str]) -> SupervisorRep
     except (DynamoError, OSError, ValueError) as error:
         missing.append(f"last lines, stacks and settings: {error or 'the supervisor is silent'}")
         return SupervisorReport()
+
+
+def _ask_observer(
+    records: Sequence[ProcessRecord], loaded: LoadedSettings, missing: list[str]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the causes of late and failed requests of the last hour, with the worst of each."""
+    keys, error = loaded.settings.server.api_keys, "no observer serves"
+    for record in records:
+        if record.role == "observer" and record.address:
+            try:
+                client = RouterClient(record.address, keys[0] if keys else "", CONTROL_TIMEOUT_S)
+                return client.group_causes(3600)
+            except DynamoError as failure:
+                error = failure.message
+    missing.append(f"the worst stories: {error}")
+    return ()
 
 
 def _of_processes(readings: Sequence[ProcessReading]) -> dict[str, str]:

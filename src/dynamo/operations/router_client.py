@@ -30,13 +30,14 @@ class RouterClient:
     """Client of the HTTP port of an observer, or of a process that redirects to it. Every method
     blocks and raises `DynamoError` if no server can be reached or it answers with an error."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = HTTP_TIMEOUT_S) -> None:
         self._api_key = api_key or None
+        self._timeout_s = timeout_s
         self._open(url)
 
     def _open(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        config = DynamoConfig(url, api_key=self._api_key, timeout=HTTP_TIMEOUT_S)
+        config = DynamoConfig(url, api_key=self._api_key, timeout=self._timeout_s)
         self._session = ClientSession(config, BlockingNetworkBackend())
 
     def explain(self, request_id: str = "") -> list[dict[str, Any]]:
