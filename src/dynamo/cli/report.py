@@ -16,8 +16,8 @@ def parser() -> Parser:
     """Return the parser: the file, and the settings of the deployment."""
     parser = Parser(
         "dynamo report",
-        "Write versions, settings, health, metrics, alerts, worst requests, stacks and last log lines of a running "
-        "deployment to an archive, also while parts of it hang or are dead.",
+        "Write versions, settings, health, metrics, alerts, worst requests, stacks and last log "
+        "lines of a running deployment to an archive, also while parts of it hang or are dead.",
         EXAMPLES,
         usage="FILE [--deployment NAME] [FLAGS of dynamo run]",
     )
