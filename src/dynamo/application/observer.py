@@ -16,7 +16,7 @@ MAX_LISTED = 200
 class StorySource(Protocol):
     """The source of stories: `operations.observer.DeploymentObserver`."""
 
-    def find(self, name: str) -> Sequence[Any]: ...
+    def find(self, name: str, *, maybe: bool = False) -> Sequence[Any]: ...
     def list_stories(
         self, slow: float, *, failed: bool, worker: str, limit: int
     ) -> Sequence[Any]: ...
@@ -42,8 +42,12 @@ class ObserverHandler:
         exchange.send_value({"requests": self._source.find(name)})
 
     async def list_stories(self, exchange: Exchange) -> None:
-        """GET /requests?slow=SECONDS&failed=1&worker=NAME&limit=200: the newest that match."""
+        """GET /requests?slow=SECONDS&failed=1&worker=NAME&limit=200: the newest that match.
+        `?id=`: those of a request id, perhaps none."""
         query = parse_qs(exchange.request.query)
+        if name := query.get("id", [""])[-1]:
+            exchange.send_value({"requests": self._source.find(name, maybe=True)})
+            return
         slow = query_number(exchange, "slow") or 0.0
         worker, failed = query.get("worker", [""])[-1], query.get("failed", ["0"])[-1] != "0"
         limit = int(query_number(exchange, "limit") or MAX_LISTED)

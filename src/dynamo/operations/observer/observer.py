@@ -267,11 +267,11 @@ class DeploymentObserver:
         read = self._timeline.samples_since
         return await self._clock.offload(lambda: series_by_worker(read(after), worker, columns))
 
-    def find(self, name: str) -> list[ShownStory]:
+    def find(self, name: str, *, maybe: bool = False) -> list[ShownStory]:
         """Return the stories of a request id, the client's or ours, or of a trace. Raises
-        `NotFound`."""
+        `NotFound` unless there are `maybe` none."""
         stories = self.stories.find(name)
-        if not stories:
+        if not stories and not maybe:
             raise NotFound(
                 f"no story of request {name[:100]!r} is kept",
                 hint="use the answer's x-request-id; the last 2,000 requests are kept, and those "

@@ -108,12 +108,11 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
 
 // The stories of a request. Those of one that has just ended come within seconds.
 export async function findStories(name, patience = 12) {
-  for (;;) {
-    try {
-      return (await get(`requests/${encodeURIComponent(name)}`)).requests;
-    } catch (error) {
-      if (error.status !== 404 || patience-- <= 0) throw error;
-      await wait(300);
-    }
+  const id = encodeURIComponent(name);
+  for (; patience > 0; patience--) {
+    const {requests} = await get(`requests?id=${id}`);
+    if (requests.length) return requests;
+    await wait(300);
   }
+  return (await get(`requests/${id}`)).requests; // or an error that says what is kept
 }

@@ -45,7 +45,7 @@ export function table(label, columns, rows, empty) {
   const body = rows.map(cells => el("tr", {}, cells.map((cell, at) =>
     el("td", {class: columns[at][1]}, cell))));
   return el("div", {class: "wrap", tabindex: 0, role: "region", "aria-label": label},
-    el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+    el("table", {class: columns.some(([, style]) => style === "text") && "told"}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
 }
 export const facts = pairs => el("dl", {}, pairs.filter(([, value]) => value !== "" &&
   value !== undefined && value !== null).map(([name, value]) =>

@@ -40,13 +40,14 @@ function ask(error) {
   at("refusal").textContent = at("key").value ? error.message : "";
   at("ask").showModal();
 }
+const count = ({length}, word, plural = "s") => `${length} ${word}${length === 1 ? "" : plural}`;
 function update(next) {
   state = next;
   const {alerts, processes, deployment} = state;
   const away = Object.values(processes).filter(each => each.state !== "ready" && each.state !== "starting");
   at("deployment").textContent = deployment;
   show(at("health"), alerts.length || away.length
-    ? el("span", {class: "bad"}, `${alerts.length} alerts, ${away.length} processes not ready`)
+    ? el("span", {class: "bad"}, `${count(alerts, "alert")}, ${count(away, "process", "es")} not ready`)
     : el("span", {class: "good"}, "all processes ready, no alerts"));
   if (page.update) page.update(state);
 }

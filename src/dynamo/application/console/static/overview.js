@@ -2,6 +2,7 @@
 import {bar, clock, curve, el, link, seconds, share, short, show, table} from "./dom.js";
 
 export const title = "Overview";
+const MOST = 12, CHOSEN_MS = 10000;
 
 const sum = values => values.reduce((total, value) => total + value, 0);
 const last = values => values.findLast(value => value !== null);
@@ -23,12 +24,19 @@ export function workersOf({processes, workers: rows}) {
       workers.set(instance, {...workers.get(instance), ...process, instance});
   return [...workers.values()].sort((one, other) => byName.compare(one.name, other.name));
 }
-// So many rows are drawn: the workers that are not ready and the busiest first, then by name.
+// So many rows are drawn: the workers that are not ready and the busiest first, then by name. The choice holds
+// for a while, so that rows do not jump.
+let chosen = new Set(), chosenAt = -Infinity;
 export function busiest(workers, most = 50) {
   if (workers.length <= most) return {rows: workers, note: ""};
-  const rank = each => (isAway(each) ? Infinity : (each.running || 0) + (each.waiting || 0));
-  const rows = [...workers].sort((one, other) => rank(other) - rank(one) || 0).slice(0, most);
-  return {rows: workers.filter(each => rows.includes(each)), note: `${most} of ${
+  const isStale = performance.now() - chosenAt > CHOSEN_MS;
+  if (isStale || workers.filter(each => chosen.has(each.instance)).length !== most) {
+    const rank = each => (isAway(each) ? Infinity : (each.running || 0) + (each.waiting || 0));
+    chosen = new Set([...workers].sort((one, other) => rank(other) - rank(one) || 0).slice(0, most)
+      .map(({instance}) => instance));
+    chosenAt = performance.now();
+  }
+  return {rows: workers.filter(each => chosen.has(each.instance) || isAway(each)), note: `${most} of ${
     workers.length} workers: those that are not ready and the busiest`};
 }
 export const isAway = ({state}) => !["", "ready", "starting"].includes(state);
@@ -56,8 +64,8 @@ const alertLine = ({name, about, message}) =>
 
 function workerTable(state) {
   const columns = [["worker", "name"], ["state"], ["requests", "number"], ["KV in use"],
-    ["cached", "wide"], ["model", "wide"]];
-  const {rows, note} = busiest(workersOf(state));
+    ["cached", "wide"], ["model", "wide cut"]];
+  const {rows, note} = busiest(workersOf(state), MOST);
   return [table("Workers", columns, rows.map(worker => {
     const used = ratio(worker.active_blocks || 0, worker), known = worker.running !== undefined;
     return [link(worker.name, "worker", worker.instance),
@@ -76,8 +84,8 @@ export function slowTable(rows) {
 }
 function sloTable(slo) {
   if (slo.reason) return el("p", {class: "bad"}, slo.reason);
-  const columns = [["window"], ["requests", "number"], ["good", "number"], ["failed", "number"],
-    ["late", "number"], ["budget left", "number"]];
+  const columns = [["window"], ["requests", "number"], ["good", "number"], ["failed", "number wide"],
+    ["late", "number wide"], ["budget left", "number"]];
   const percent = value => (value === null ? "-" : `${(value * 100).toFixed(2)}%`);
   return [el("p", {class: "dim"}, `Promised: ${percent(slo.target)} of requests end well, with a ` +
     `first token within ${seconds(slo.ttft_slo)} and no gap over ${seconds(slo.gap_slo)}.`),

@@ -45,13 +45,13 @@ export function open(body, _, fail) {
     const most = top || mapped.reduce((sum, each) => series(each).reduce(
       (larger, value) => Math.max(larger, value), sum), 1);
     const {rows: shown, note: part} = busiest(mapped);
-    note.textContent = `${spanOf(seen)} All curves have one scale, up to ${format(most)}. ${part}`;
+    note.textContent = `${spanOf(seen)}. All curves have one scale, up to ${format(most)}. ${part}`;
     map.hidden = mapped.length < MIN_MAP || !seen.at.length;
     map.setAttribute("aria-label", `${text} of ${mapped.length} workers, one row each`);
     if (!map.hidden) drawMap(map, seen.at, mapped.map(series), most);
     const columns = [["worker", "name"], ["state"], ["age", "number wide"], ["requests", "number"],
-      ["KV in use", "number"], ["cached", "number wide"], ["prompts", "number wide"],
-      ["cache known", "wide"], [text, "graph"]];
+      ["KV in use", "number wide"], ["cached", "number wide"], ["prompts", "number wide"],
+      ["cache known", "wide"], ["over time"]];
     show(rows, table("Workers", columns, shown.map(each => {
       const known = each.running !== undefined;
       return [link(each.name, "worker", each.instance),
