@@ -11,6 +11,7 @@ traced request, and 80 MB in all with 512 workers.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.observer.otlp import SpanEncoder, TracedRequest
 from dynamo.operations.observer.spans import make_spans
 from dynamo.operations.observer.stories import KeptStory
+from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.services.observing import observer as _whole_process  # noqa: F401 - its memory counts
 from dynamo.telemetry.story import (
     AttemptFacts,
@@ -86,6 +88,8 @@ def run(workers: int, stories: int) -> dict[str, Any]:
     """Feed an observer, and return its costs."""
     rng, clock = random.Random(1), SetClock()
     idle_mb = resident_mb()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)  # as every process of a deployment does
     observer, encoder = DeploymentObserver(clock), SpanEncoder({"service.name": "dynamo"})
     names = [f"worker-{number}-0123456789" for number in range(workers)]
     load = Load(9, 3, 4096, 900, 2_000, 0, 1_500, tiers=(TierLoad("host", 0.1, 0.0, 30, 40),))

@@ -64,6 +64,12 @@ def worker_name(instance: str) -> str:
     return instance.rpartition("-")[0] or instance
 
 
+def _child_id(span_id: str, number: int) -> str:
+    """Return the id of the child `number`, below 128. No other span of a trace has it, unless the
+    ids of two parents differ in their last byte only."""
+    return f"{span_id[:-2]}{int(span_id[-2:], 16) ^ (number + 1):02x}"
+
+
 def make_spans(entry: KeptStory, statuses: Mapping[str, int]) -> list[TraceSpan]:
     """Return the spans of a request, its root first. `statuses`: HTTP statuses by error code."""
     maker = _SpanMaker(entry.story)
@@ -80,7 +86,9 @@ class _SpanMaker:
         self._began_ns = int(story.wall_s * 1e6) * 1_000
 
     def _at(self, us: int) -> int:
-        return self._began_ns + min(max(us, 0), self._story.ended_us) * 1_000
+        if us < 0:
+            return self._began_ns
+        return self._began_ns + min(us, self._story.ended_us) * 1_000
 
     def root(self, process: str, statuses: Mapping[str, int]) -> TraceSpan:
         """Return the span of the whole request."""
@@ -160,7 +168,7 @@ class _SpanMaker:
             if name == "admit" and self._story.waited_for:
                 attributes["dynamo.admit.waited_for"] = self._story.waited_for
             yield TraceSpan(
-                make_span_id(f"{self._story.request_id} {number}"),
+                _child_id(self._root_id, number),
                 self._root_id,
                 name,
                 INTERNAL,
@@ -178,8 +186,7 @@ class _SpanMaker:
     def attempts(self) -> Iterator[TraceSpan]:
         """Yield the span of each attempt, and those of its stages at the worker."""
         for before, attempt in self._with_previous():
-            key = attempt.key
-            span_id = make_span_id(key)
+            span_id = make_span_id(attempt.key)
             began_ns, ended_ns = self._at(attempt.placed_us), self._at(attempt.ended_us)
             name = worker_name(attempt.worker)
             error = "" if attempt.error == CANCELLED else attempt.error
@@ -193,7 +200,7 @@ class _SpanMaker:
                 if stage.name in WORKER_SPANS:
                     stage_ns = max(began_ns, min(self._at(stage.began_us), ended_ns))
                     yield TraceSpan(
-                        make_span_id(f"{key} {number}"),
+                        _child_id(span_id, number),
                         span_id,
                         stage.name,
                         INTERNAL,
@@ -224,19 +231,17 @@ def _stage_attributes(stage: str, attempt: AttemptFacts) -> dict[str, Any]:
     times = attempt.times
     if times is None:
         return {}
-    worker = attempt.worker
-    if stage == "prefill" and attempt.prefill_worker and times.peer_prefill_s:
+    worker, known = attempt.worker, dict[str, Any]()
+    if stage == "queue":
+        known["dynamo.ahead_requests"] = times.ahead_requests
+        known["dynamo.ahead_tokens"] = times.ahead_tokens
+    elif stage == "transfer":
+        known["dynamo.kv_from"] = times.kv_from or None
+    elif stage == "decode":
+        known["dynamo.preemptions"] = times.preemptions
+        known["dynamo.recomputed_tokens"] = times.recomputed_tokens
+    elif attempt.prefill_worker and times.peer_prefill_s:
         worker = attempt.prefill_worker
-    shown: dict[str, dict[str, Any]] = {
-        "queue": {
-            "dynamo.ahead_requests": times.ahead_requests,
-            "dynamo.ahead_tokens": times.ahead_tokens,
-        },
-        "transfer": {"dynamo.kv_from": times.kv_from or None},
-        "decode": {
-            "dynamo.preemptions": times.preemptions,
-            "dynamo.recomputed_tokens": times.recomputed_tokens,
-        },
+    return {"dynamo.worker.id": worker} | {
+        name: value for name, value in known.items() if value is not None
     }
-    known = {name: value for name, value in shown.get(stage, {}).items() if value is not None}
-    return {"dynamo.worker.id": worker} | known

@@ -62,7 +62,7 @@ def find_stages(story: EndedStory) -> list[StageTime]:
         if not story.end:  # an embedding
             rest = UNKNOWN
         spans.append((rest, story.ended_us - passed_us, None))
-    return list(_put_in_order(spans, story.ended_us))
+    return _put_in_order(spans, story.ended_us)
 
 
 def stage_durations(story: EndedStory) -> Iterable[tuple[str, int]]:
@@ -135,18 +135,17 @@ def _prompt_times(times: WorkerTimes) -> tuple[int, int, int]:
     )
 
 
-def _put_in_order(
-    spans: Sequence[tuple[str, int, int | None]], total_us: int
-) -> Iterator[StageTime]:
-    """Yield the stages that took time. A stage that is shorter than the clocks can tell takes
+def _put_in_order(spans: Sequence[tuple[str, int, int | None]], total_us: int) -> list[StageTime]:
+    """Return the stages that took time. A stage that is shorter than the clocks can tell takes
     its time from the next one, so that the sum stays."""
-    at_us = owed_us = 0
+    stages, at_us, owed_us = [], 0, 0
     for name, span_us, attempt in spans:
         owed_us += span_us
-        us = min(max(owed_us, 0), total_us - at_us)
-        owed_us = min(owed_us, 0)
-        if us:
-            yield StageTime(name, at_us, us, attempt)
-        at_us += us
+        if owed_us > 0:
+            us, owed_us = min(owed_us, total_us - at_us), 0
+            if us:
+                stages.append(StageTime(name, at_us, us, attempt))
+                at_us += us
     if at_us < total_us:
-        yield StageTime("deliver", at_us, total_us - at_us)
+        stages.append(StageTime("deliver", at_us, total_us - at_us))
+    return stages
