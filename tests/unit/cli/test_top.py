@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import curses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from tests.unit.observer.stories import make_story
 
 from dynamo.cli.observer.top.command import format_once, run
 from dynamo.cli.observer.top.frame import View, fit_columns, make_frame, sparkline
-from dynamo.cli.observer.top.screen import TopScreen
+from dynamo.cli.observer.top.screen import TopScreen, read_key
 from dynamo.cli.observer.top.state import TopReader, TopState, WorkerRow
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError, ModelNotReady
@@ -177,6 +178,30 @@ def test_keys_sort_filter_and_move() -> None:
     assert any("drain the worker" in line for line in texts(screen.state, screen.view))
     assert press(screen, "q")
     assert not screen.press("q")
+
+
+class TypedKeys:
+    """A window of curses in which characters were typed."""
+
+    def __init__(self, text: str) -> None:
+        self.rest = list(text)
+
+    def get_wch(self) -> str:
+        if not self.rest:
+            raise curses.error("no input")
+        return self.rest.pop(0)
+
+    def timeout(self, _: int) -> None:
+        pass
+
+
+def test_the_bytes_of_an_unknown_key_are_not_an_escape() -> None:
+    assert [read_key(TypedKeys(text)) for text in ("\x1b", "", "\n", "q")] == [
+        *("escape", "", "enter", "q")
+    ]
+    unknown = TypedKeys("\x1b[27;5;9~")
+    assert read_key(unknown) == ""
+    assert unknown.rest == []
 
 
 def test_a_worker_is_drained_only_after_a_yes() -> None:

@@ -199,7 +199,7 @@ def _main_page(state: TopState, view: View, width: int, height: int) -> list[Lin
     first = max(0, view.cursor - len(workers) - slow_rows + 3)
     for number, request in enumerate(requests[first : first + slow_rows - 2], first):
         at = time.strftime("%H:%M:%S", time.localtime(request["at"]))
-        text = f"{at} {request['seconds']:6.2f} s  {request['client_id'][:20]:<20} "
+        text = f"{at} {request['seconds']:6.2f} s  {request['client_id'][:24]:<24} "
         text += f"{request['end'] or 'ok':<8} {request['verdict']}"
         is_chosen = number + len(workers) == view.cursor
         lines.append(Line(text, "selected" if is_chosen else "bad" if request["end"] else ""))

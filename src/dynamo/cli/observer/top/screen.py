@@ -98,7 +98,7 @@ class TopScreen:
         screen.timeout(KEY_WAIT_MS)
         self._paint(screen, styles)
         while True:
-            key = _read_key(screen)
+            key = read_key(screen)
             if key and not self.press(key):
                 return
             if not key and not os.isatty(0):  # the terminal went away
@@ -259,15 +259,30 @@ def describe_worker(worker: WorkerRow, state: TopState) -> Sequence[str]:
     ]
 
 
-def _read_key(screen: Any) -> str:
-    """Return the name of a key, or "" if none was pressed for a while."""
+def read_key(screen: Any) -> str:
+    """Return the name of a key, or "" if none was pressed for a while. The bytes of a key that the
+    terminal's description lacks are not read as Esc and letters."""
     try:
         key = screen.get_wch()
+        if key == "\x1b" and _skip_pending(screen):
+            return ""
     except (curses.error, KeyboardInterrupt) as error:
         return "" if isinstance(error, curses.error) else "q"
     if isinstance(key, int):
         return NAMES.get(key, "")
     return CHARACTERS.get(key, str(key))
+
+
+def _skip_pending(screen: Any) -> bool:
+    """Drop what has been typed already. Returns whether there was something."""
+    screen.timeout(0)
+    count = 0
+    with suppress(curses.error):
+        while True:
+            screen.get_wch()
+            count += 1
+    screen.timeout(KEY_WAIT_MS)
+    return bool(count)
 
 
 def _make_styles() -> Mapping[str, int]:
