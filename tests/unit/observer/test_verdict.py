@@ -170,7 +170,7 @@ def test_a_request_that_failed_without_lateness_has_its_end() -> None:
 
 def test_a_long_prompt_at_the_worker_explains_waits_in_the_router_and_slow_decoding() -> None:
     known = Surroundings()
-    long = make_attempt(first_us=1_051_000, ended_us=1_060_000, prompt_tokens=5_000)
+    long = late_attempt(1.0, {"prefill_s": 1.048}, prompt_tokens=5_000)
     known.add_prefills(make_story(long, wall_s=999.99))
     held = make_attempt(placed_us=901_000, waited_us=900_000, first_us=951_000, ended_us=1_051_000)
     verdict = verdict_on(late_story(held), known)
@@ -186,13 +186,30 @@ def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> 
     lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
     again = make_attempt(choosing_us=200_000, placed_us=200_000, first_us=900_000)
     known = Surroundings()
-    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0), load=5)
     for moves in range(3):
         assert verdict_on(late_story(slow), known).cause == "unexplained: decode", moves
         known.add_moves(make_story(lost, again))
     verdict = verdict_on(late_story(slow), known)
     assert (verdict.cause, verdict.causes[0].worker) == ("lost worker", "w2")
     assert "to which 3 requests of w2 moved" in verdict.text
+
+
+def test_a_queue_is_shared_between_requests_that_moved_and_those_that_came() -> None:
+    lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
+    known = Surroundings()
+    for _ in range(3):
+        known.add_moves(make_story(lost, make_attempt(placed_us=200_000, first_us=900_000)))
+    queued = late_attempt(1.0, {"queue_s": 1.0, "ahead_requests": 10, "ahead_tokens": 600})
+    verdict = verdict_on(late_story(queued), known)
+    assert [(cause.name, cause.us) for cause in verdict.causes] == [
+        ("overload", 700_000), ("lost worker", 300_000),
+    ]  # fmt: skip
+    slot = make_attempt(
+        choosing_us=901_000, placed_us=901_000, first_us=951_000, ended_us=1_051_000
+    )
+    story = late_story(slot, waited_for="slot", ahead=2)
+    assert verdict_on(story, known).cause == "lost worker"
 
 
 def test_a_new_prompt_is_a_cause_if_it_is_long_and_short_ones_wait_for_others() -> None:
@@ -221,6 +238,8 @@ def test_an_attempt_that_was_lost_with_a_plane_is_blamed_on_it() -> None:
     assert verdict_on(story).cause == "lost worker"
     known = Surroundings()
     known.planes.append((1_000.0, 1_001.0, "frontend-1", "NATS closed the connection"))
+    assert verdict_on(story, known).cause == "lost worker", "it never answered again"
+    known.add_answers(make_story(wall_s=1_050.0))
     verdict = verdict_on(story, known)
     assert verdict.cause == "plane away"
     assert "while a plane was away: NATS closed the connection" in verdict.text
@@ -230,7 +249,36 @@ def test_several_long_prompts_in_turn_explain_a_pause() -> None:
     slow = late_attempt(0.0, {"decode_s": 8.1})
     slow.ended_us = 8_151_000
     known = Surroundings()
-    known.prefills["w1"] = deque((1_000.0 + at, 1_000.9 + at, 3_000) for at in range(1, 8))
+    known.prefills["w1"] = deque(
+        (1_000.0 + at, 1_000.0 + at, 1_000.9 + at, 3_000) for at in range(1, 8)
+    )
     verdict = verdict_on(late_story(slow), known)
     assert verdict.cause == "long prompt ahead"
     assert "21k prompt tokens" in verdict.text
+
+
+def test_a_plane_that_is_away_does_not_slow_what_a_worker_measures() -> None:
+    known = Surroundings()
+    known.planes.append((1_000.0, 1_010.0, "frontend-1", "NATS does not answer"))
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
+    assert verdict_on(late_story(slow), known).cause == "unexplained: decode"
+    sent = late_attempt(1.0, {})
+    assert verdict_on(late_story(sent), known).cause == "plane away"
+    assert verdict_on(late_story(sent)).cause == "unexplained: send"
+
+
+def test_what_a_request_waited_for_before_its_worker_was_lost_is_told() -> None:
+    times = {"queue_s": 0.8, "ahead_requests": 9, "ahead_tokens": 400}
+    lost = late_attempt(0.8, times, worker="w2", error="worker_failed", reason="it broke")
+    again = make_attempt(placed_us=2_051_000, first_us=2_101_000, ended_us=2_201_000)
+    story = make_story(lost, again, gap_us=1_150_000, ended_us=2_202_000)
+    verdict = verdict_on(story)
+    assert [cause.name for cause in verdict.causes] == ["lost worker", "overload", "lost worker"]
+    assert "0.048 of 2.2 s computing at w1 again what w2 had computed" in verdict.text
+
+
+def test_a_wait_for_kv_after_the_first_token_is_a_transfer() -> None:
+    times = replace(USUAL, decode_s=0.8, kv_after_s=0.7, kv_from="peer")
+    slow = make_attempt(ended_us=851_000, times=times, prefill_worker="p1")
+    verdict = verdict_on(late_story(slow))
+    assert verdict.text == "0.7 of 0.85 s waited at w1 for KV blocks of p1"

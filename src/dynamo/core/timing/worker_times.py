@@ -16,6 +16,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     blocks of the prompt from `kv_from`: the name of a tier, or "peer". `peer_queue_s` and
     `peer_prefill_s` are the part of it in which a prefill worker had the prompt. `prefill_s` ends
     with the first token. `decode_s` lasts from there to the end, and `gap_s` is its longest pause.
+    It includes `kv_after_s`, which was waited for blocks if a prefill worker sampled that token.
     `recomputed_tokens` were computed again after `preemptions`.
     """
 
@@ -32,6 +33,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     peer_queue_s: float | None = None
     peer_prefill_s: float | None = None
     ahead_longest: int | None = None
+    kv_after_s: float | None = None
 
 
 class StepGaps:
@@ -81,6 +83,7 @@ class SequenceTimes(msgspec.Struct):
     paused_s: float = 0.0
     gap_s: float = 0.0
     recomputed_tokens: int = 0
+    kv_after_s: float = 0.0
     prompt: WorkerTimes = WorkerTimes()
 
     def on_taken(self, now: float, tokens: int) -> None:
@@ -99,7 +102,8 @@ class SequenceTimes(msgspec.Struct):
             self.kv_s += now - self.kv_began_s
             self.kv_began_s = None
         if self.first_s is not None:  # a peer sampled the first token
-            self.gap_s = max(self.gap_s, now - self.first_s)
+            self.kv_after_s = now - self.first_s
+            self.gap_s = max(self.gap_s, self.kv_after_s)
 
     def begin(self, now: float, step: int) -> WorkerTimes:
         """Return the times until the first token, which is there now."""
@@ -129,4 +133,5 @@ class SequenceTimes(msgspec.Struct):
             gap_s=min(decode_s, max(self.gap_s, gaps.longest_s(self.first_step))),
             preemptions=preemptions,
             recomputed_tokens=self.recomputed_tokens,
+            kv_after_s=self.kv_after_s,
         )

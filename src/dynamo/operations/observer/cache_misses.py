@@ -32,6 +32,12 @@ def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
     blocks, held = first.prompt_blocks, first.overlap_blocks
     uncached = 1 - first.cached_tokens / first.prompt_tokens
     cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
+    chosen = next((row for row in first.cost_table() if row.worker == first.worker), None)
+    in_tiers = {} if chosen is None else chosen.tier_blocks
+    if held - cached_blocks > blocks // 4 and sum(in_tiers.values()) > blocks // 4:
+        text = f"{held} of {blocks} blocks were to come from its tier {', '.join(in_tiers)}"
+        text += f", of which {max(0, cached_blocks)} came"
+        return CacheMiss("slow tier", text, (held - cached_blocks) / blocks)
     if held - cached_blocks > blocks // 4:
         known = f", known as {first.view}" if first.view not in ("", "exact") else ""
         text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"

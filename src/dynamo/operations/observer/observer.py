@@ -22,6 +22,7 @@ from dynamo.operations.observer.activity import (
     show_workers,
 )
 from dynamo.operations.observer.cache_misses import explain_misses
+from dynamo.operations.observer.causes import Cause
 from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
 from dynamo.operations.observer.slo_books import SloBooks, SloReport
 from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
@@ -33,7 +34,7 @@ from dynamo.operations.observer.timeline import (
     RoutingTimeline,
     series_by_worker,
 )
-from dynamo.operations.observer.verdict import Cause, RequestVerdict, judge
+from dynamo.operations.observer.verdict import RequestVerdict, judge
 from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
 from dynamo.telemetry.slo import FAILED
 from dynamo.telemetry.story import EndedStory, ProcessSample, RouterChoice, StoryBatch
@@ -43,6 +44,8 @@ MAX_LISTED = 200
 MAX_MARKS, WORKERS_PER_MARK = 20_000, 8
 MAX_CHOICES = 5_000
 MAX_PAUSES = 1_000
+NOTICED_S = 2.0
+"""A plane is known to be away within a second, and said once a second."""
 SAMPLE_KEPT_S = 5.0
 """The sample of a process that says nothing for so long does not count."""
 HOUR_S = 3_600.0
@@ -154,7 +157,7 @@ class DeploymentObserver:
             pauses = self._known.pauses.setdefault(batch.process, deque(maxlen=MAX_PAUSES))
             pauses.extend(batch.pauses)
         for why in batch.planes.values():
-            self._known.planes.append((batch.wall_s - 1.0, batch.wall_s, batch.process, why))
+            self._known.planes.append((batch.wall_s - NOTICED_S, batch.wall_s, batch.process, why))
         if batch.sample is not None:
             self._samples[batch.process] = (self._clock.now(), batch.sample)
         self.slo_books.add(batch.process, batch.slo)
@@ -177,6 +180,7 @@ class DeploymentObserver:
         self._typical.add(story)
         self._known.add_prefills(story)
         self._known.add_moves(story)
+        self._known.add_answers(story)
         for attempt in story.attempts:
             self._routed[attempt.worker] += 1
         for decided in self._decided(entry):
@@ -215,6 +219,7 @@ class DeploymentObserver:
                 instance, _ = split_worker_name(name)
                 views[instance] = max(views.get(instance, view), view, key=VIEWS.index)
         workers = sorted({*loads, *sent})
+        self._known.live = {split_worker_name(name)[0] for name in loads}
         self.collector.workers = len(workers)
         self._loads, self._waiting = loads, sum(each.waiting for each in samples)
         self._views = views

@@ -118,7 +118,9 @@ def _worker_spans(attempt: AttemptFacts, from_us: int, until_us: int) -> Iterato
         decode_us = attempt.ended_us - first_us
         if times.decode_s is not None:
             decode_us = min(decode_us, int(times.decode_s * 1e6))
-        yield "decode", decode_us
+        after_us = min(decode_us, int((times.kv_after_s or 0.0) * 1e6))
+        yield "transfer", after_us
+        yield "decode", decode_us - after_us
         began_us = first_us + decode_us
     yield "deliver", until_us - began_us
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Container
 from itertools import pairwise
 
 import msgspec
@@ -18,6 +19,7 @@ COMPUTING_STAGES = ("prefill", UNKNOWN, "decode")
 MIN_PAUSE_US = 500_000
 """A pause of an answer that is a pause even where nobody knows the usual pace."""
 MAX_PREFILLS = 256
+MAX_WORKERS = 4_096
 MIN_PACE_TOKENS = 4
 """A shorter answer does not tell the usual time of a token."""
 LONG_PROMPT_TOKENS = 1_024
@@ -41,13 +43,18 @@ class Surroundings(msgspec.Struct):
     """Facts from around the time of a request. `pauses`: those of event loops by process, (end
     as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
     salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
-    by worker, (from, until, tokens). `moves`: those of requests that lost their worker, by the
-    worker to which they went, (from, until, lost worker, name of the cause)."""
+    by worker, (placed, from, until, tokens). `answered`: when each worker last ended an answer.
+    `live`: the workers that report their load. `moves`: those of requests that lost their worker,
+    by the worker to which they went, (from, until, lost worker, name of the cause)."""
 
     pauses: dict[str, deque[tuple[float, float]]] = {}
-    planes: deque[tuple[float, float, str, str]] = deque(maxlen=256)
+    planes: deque[tuple[float, float, str, str]] = msgspec.field(
+        default_factory=lambda: deque(maxlen=256)
+    )
     marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
-    prefills: dict[str, deque[tuple[float, float, int]]] = {}
+    prefills: dict[str, deque[tuple[float, float, float, int]]] = {}
+    answered: dict[str, float] = {}
+    live: Container[str] = ()
     moves: dict[str, deque[tuple[float, float, str, str]]] = {}
 
     def add_moves(self, story: EndedStory) -> None:
@@ -67,10 +74,32 @@ class Surroundings(msgspec.Struct):
             tokens = attempt.prompt_tokens - attempt.cached_tokens
             if tokens >= LONG_PROMPT_TOKENS and attempt.first_us is not None:
                 worker = attempt.prefill_worker or attempt.worker
-                began_s = story.wall_s + attempt.placed_us / 1e6
+                placed_s = began_s = story.wall_s + attempt.placed_us / 1e6
                 until_s = story.wall_s + attempt.first_us / 1e6
+                if attempt.times is not None and not attempt.prefill_worker:
+                    began_s = until_s - (attempt.times.prefill_s or 0.0)
                 prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
-                prefills.append((began_s, until_s, tokens))
+                prefills.append((placed_s, began_s, until_s, tokens))
+
+    def add_answers(self, story: EndedStory) -> None:
+        """Note which workers have answered."""
+        for attempt in story.attempts:
+            if not attempt.error:
+                ended_s = story.wall_s + attempt.ended_us / 1e6
+                self.answered[attempt.worker] = max(ended_s, self.answered.pop(attempt.worker, 0.0))
+        while len(self.answered) > MAX_WORKERS:
+            del self.answered[next(iter(self.answered))]
+
+    def lived_on(self, worker: str, at_s: float) -> bool:
+        """Return whether a worker has answered after a time, or is there now."""
+        return self.answered.get(worker, 0.0) > at_s or worker in self.live
+
+    def plane_between(self, process: str, began_s: float, ended_s: float) -> str | None:
+        """Return why a plane was away for a process in that time; None if none was."""
+        for since_s, until_s, name, why in self.planes:
+            if since_s < ended_s and until_s > began_s and name == process:
+                return why
+        return None
 
 
 class TypicalTimes:

@@ -1,0 +1,334 @@
+"""The causes that the observer knows: one function each, with the stages that they slow.
+
+Each function is given a stage that was late, and returns the part of the time that was measured to
+be due to its cause, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.operations.observer.cache_misses import explain_misses
+from dynamo.operations.observer.stages import UNKNOWN, StageTime, slowest_attempts
+from dynamo.operations.observer.surroundings import (
+    LONG_PROMPT_TOKENS,
+    Surroundings,
+    name_of_loss,
+)
+from dynamo.telemetry.story import AttemptFacts, EndedStory
+
+MIN_STAGE_US = 20_000
+"""Less than this is not told."""
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """Why a request took longer, or failed. `name`: a word for groups. `us`: what it cost."""
+
+    name: str
+    us: int
+    text: str
+    stage: str = ""
+    worker: str = ""
+
+
+class LateRequest:
+    """A request, its attempts, and the facts around it. `lost`: the numbers of the attempts that
+    failed."""
+
+    def __init__(self, story: EndedStory, router: str, known: Surroundings) -> None:
+        self.story, self.router, self.known = story, router, known
+        self.attempts = attempts = slowest_attempts(story)
+        self.missed = explain_misses(story, known.marks)
+        self.lost = [number for number, each in enumerate(attempts[:-1]) if each.error]
+        if attempts and attempts[-1].error not in ("", "cancelled"):
+            self.lost.append(len(attempts) - 1)
+
+    def is_lost(self, stage: StageTime) -> bool:
+        """Return whether the time of a stage was lost with its worker: all until the first token,
+        else all after it, and the next choice."""
+        number = stage.attempt
+        if number is None or not self.lost:
+            return False
+        if number in self.lost:
+            until_us = self.attempts[number].first_us
+            return until_us is None or stage.began_us >= until_us
+        return stage.name == "place" and number > 0
+
+
+class LateStage:
+    """A stage of a request that was late by `late_us`, of which `rest_us` is not explained yet.
+    `worker` is "" outside of attempts. Times with `_s` are since 1970."""
+
+    def __init__(self, request: LateRequest, stage: StageTime, late_us: int) -> None:
+        number = stage.attempt
+        self.request, self.stage, self.name = request, stage, stage.name
+        self.late_us = self.rest_us = late_us
+        self.attempt = None if number is None else request.attempts[number]
+        self.worker = "" if self.attempt is None else self.attempt.worker
+        self.began_s = request.story.wall_s + stage.began_us / 1e6
+        self.ended_s = self.began_s + stage.us / 1e6
+
+    def overlap_us(self, since_s: float, until_s: float) -> int:
+        """Return how much of the stage was between two times."""
+        return max(0, int((min(self.ended_s, until_s) - max(self.began_s, since_s)) * 1e6))
+
+    def ahead(self) -> int:
+        """Return the requests that were ahead or beside, as far as they were counted."""
+        attempt = self.attempt
+        if attempt is None or self.name == "place":
+            return self.request.story.ahead
+        counted = None if attempt.times is None else attempt.times.ahead_requests
+        return max(attempt.load, counted or 0)
+
+    def explain(self, name: str, us: float, text: str, worker: str = "") -> Cause:
+        """Return a cause that explains `us` of the time that is left."""
+        return Cause(name, min(int(us), self.rest_us), text, self.name, worker or self.worker)
+
+
+def stalled_loop(late: LateStage) -> Cause | None:
+    """The event loop of the frontend or the worker stood still meanwhile."""
+    best_us, best = 0, ""
+    for process in dict.fromkeys((late.request.router, late.worker)):
+        pauses = late.request.known.pauses.get(process, ())
+        us = sum(late.overlap_us(at_s - seconds, at_s) for at_s, seconds in pauses)
+        best_us, best = max((best_us, best), (us, process))
+    if not best_us:
+        return None
+    text = f"the event loop of {best} stood still in stage {late.name}"
+    return late.explain("stalled loop", best_us, text, best)
+
+
+def plane_away(late: LateStage) -> Cause | None:
+    """A plane's server was away while something was on its way between processes."""
+    why = late.request.known.plane_between(late.request.router, late.began_s, late.ended_s)
+    if why is None:
+        return None
+    text = f"in stage {late.name} while a plane was away: {why}"
+    return late.explain("plane away", late.rest_us, text)
+
+
+def lost_worker_beside(late: LateStage) -> Cause | None:
+    """Requests of a lost worker came to the worker, or took the places that were left."""
+    moves = late.request.known.moves
+    workers = [late.worker] if late.worker else list(moves)
+    moved = [
+        (lost, name)
+        for worker in workers
+        for since_s, until_s, lost, name in moves.get(worker, ())
+        if since_s < late.ended_s and until_s > late.began_s and lost != late.worker
+    ]
+    if not moved:
+        return None
+    lost, name = moved[-1]
+    share = min(1.0, len(moved) / max(1, late.ahead()))
+    at = f" at {late.worker}, to which" if late.worker else ", while"
+    text = f"in stage {late.name}{at} {len(moved)} requests of {lost} moved"
+    return late.explain(name, late.late_us * share, text, lost)
+
+
+def computed_again(late: LateStage) -> Cause | None:
+    """The worker before was lost, with what it had computed."""
+    request, number = late.request, late.stage.attempt
+    if not number or number - 1 not in request.lost:
+        return None
+    lost = request.attempts[number - 1]
+    text = f"computing at {late.worker} again what {lost.worker} had computed"
+    return late.explain(name_of_loss(lost), late.rest_us, text, lost.worker)
+
+
+def model_load(late: LateStage) -> Cause | None:
+    """The model had to be loaded."""
+    if late.request.story.waited_for != "model":
+        return None
+    return late.explain("model load", late.rest_us, "waited for the model to be loaded")
+
+
+def worker_start(late: LateStage) -> Cause | None:
+    """There was no worker yet."""
+    if late.request.story.waited_for != "start":
+        return None
+    return late.explain("worker start", late.rest_us, "waited for a worker to start")
+
+
+def long_prompt_ahead(late: LateStage) -> Cause | None:
+    """The worker computed long prompts of others first, or meanwhile."""
+    attempt, story = late.attempt, late.request.story
+    if attempt is None:
+        return None
+    us, tokens, worker = 0, 0, late.worker
+    own_s = [story.wall_s + each.placed_us / 1e6 for each in late.request.attempts]
+    for placed_s, since_s, until_s, size in late.request.known.prefills.get(worker, ()):
+        beside_us = late.overlap_us(since_s, until_s)
+        if beside_us and all(abs(placed_s - each) > 1e-5 for each in own_s):
+            us, tokens = us + beside_us, tokens + size
+    text = f"in stage {late.name} at {worker} while it computed {_count(tokens)} prompt tokens"
+    if late.name == "place":
+        us = min(us, attempt.waited_us)
+        text = f"held by the router while {worker} computed {_count(tokens)} prompt tokens"
+    longest = (attempt.times and attempt.times.ahead_longest) or 0
+    if late.name == "queue" and attempt.times is not None and longest >= LONG_PROMPT_TOKENS:
+        share_us = int(late.late_us * longest / max(longest, attempt.times.ahead_tokens or 0))
+        if share_us >= us:
+            us, worker = share_us, _queue_worker(late, attempt)
+            text = _queue_text(attempt, worker)
+    return late.explain("long prompt ahead", us, text, worker)
+
+
+def overload(late: LateStage) -> Cause | None:
+    """Many requests waited, or were computed together."""
+    story, attempt = late.request.story, late.attempt
+    if attempt is None:
+        place = {"limit": "place under server.max_concurrent_requests", "slot": "slot at a worker"}
+        if story.waited_for not in place:
+            return None
+        ahead = f", behind {story.ahead} requests" if story.ahead else ""
+        text = f"waited for a free {place[story.waited_for]}{ahead}"
+        return late.explain("overload", late.rest_us, text)
+    if late.name == "place":
+        text = f"held by the router for a better moment, with {attempt.queue_length} more"
+        return late.explain("overload", attempt.waited_us, text)
+    ahead_requests = (attempt.times and attempt.times.ahead_requests) or 0
+    tokens = attempt.prompt_tokens - attempt.cached_tokens
+    if not ahead_requests or (late.name == "prefill" and tokens >= LONG_PROMPT_TOKENS):
+        return None
+    if late.name == "queue":
+        worker = _queue_worker(late, attempt)
+        return late.explain("overload", late.rest_us, _queue_text(attempt, worker), worker)
+    text = f"computing {tokens} prompt tokens at {late.worker} beside {ahead_requests} requests"
+    return late.explain("overload", late.rest_us, text)
+
+
+def cache_miss(late: LateStage) -> Cause | None:
+    """The prompt was not in the cache, for one of the reasons of `explain_misses`."""
+    missed, attempt = late.request.missed, late.attempt
+    if attempt is None or missed is None:
+        return None
+    tokens = attempt.prompt_tokens - attempt.cached_tokens
+    if not missed.share and tokens < LONG_PROMPT_TOKENS:
+        return None
+    text = f"computing {_count(tokens)} prompt tokens at {late.worker}: {missed.reason}"
+    return late.explain(missed.name, late.rest_us, text)
+
+
+def slow_transfer(late: LateStage) -> Cause | None:
+    """KV blocks came late from another worker."""
+    attempt = late.attempt
+    if attempt is None or attempt.times is None or attempt.times.kv_from not in ("", "peer"):
+        return None
+    source = attempt.prefill_worker or "another worker"
+    text = f"waited at {late.worker} for KV blocks of {source}"
+    return late.explain("slow transfer", late.rest_us, text)
+
+
+def slow_tier(late: LateStage) -> Cause | None:
+    """KV blocks came late from a tier."""
+    if late.attempt is None or late.attempt.times is None:
+        return None
+    text = f"waited at {late.worker} for KV blocks of its tier {late.attempt.times.kv_from}"
+    return late.explain("slow tier", late.rest_us, text)
+
+
+def preemption(late: LateStage) -> Cause | None:
+    """Blocks ran out, and tokens were computed again."""
+    times = None if late.attempt is None else late.attempt.times
+    if times is None or not times.preemptions:
+        return None
+    text = (
+        f"preempted {times.preemptions} times at {late.worker}, which computed "
+        f"{times.recomputed_tokens} tokens again"
+    )
+    return late.explain("preemption", late.rest_us, text)
+
+
+class Rule(NamedTuple):
+    """A cause and the stages that it slows; () for all."""
+
+    find: Callable[[LateStage], Cause | None]
+    stages: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule(stalled_loop),
+    Rule(plane_away, ("admit", "place", "send", UNKNOWN, "deliver")),
+    Rule(model_load, ("admit",)),
+    Rule(worker_start, ("admit",)),
+    Rule(lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
+    Rule(computed_again, ("prefill",)),
+    Rule(cache_miss, ("prefill",)),
+    Rule(slow_transfer, ("transfer",)),
+    Rule(slow_tier, ("transfer",)),
+    Rule(long_prompt_ahead, ("place", "queue", "prefill", "decode")),
+    Rule(overload, ("admit", "place", "queue", "prefill")),
+    Rule(preemption, ("decode",)),
+)
+"""In this order, each explains what those before it have left: first what interrupted the stage,
+then what it waited for."""
+
+
+def explain_stage(request: LateRequest, stage: StageTime, late_us: int) -> Iterator[Cause]:
+    """Yield the causes of a stage that was late, and what is unexplained of it."""
+    late = LateStage(request, stage, late_us)
+    for rule in RULES:
+        cause = rule.find(late) if not rule.stages or stage.name in rule.stages else None
+        if cause is not None and cause.us >= MIN_STAGE_US:
+            late.rest_us -= cause.us
+            yield cause
+    if late.rest_us >= MIN_STAGE_US and late.rest_us * 2 >= late_us:
+        at = f" at {late.worker}" if late.worker else ""
+        text = f"in stage {stage.name}{at}, unexplained"
+        if stage.name == UNKNOWN:
+            text = f"until the first token{at}, whose engine does not tell its times"
+        yield late.explain(f"unexplained: {stage.name}", late.rest_us, text)
+
+
+def explain_loss(request: LateRequest, number: int) -> Cause:
+    """Return what an attempt has cost that failed."""
+    story, attempt = request.story, request.attempts[number]
+    following = request.attempts[number + 1 : number + 2]
+    until_us = following[0].placed_us if following else story.ended_us
+    # Tokens came until the worker failed: only the time after the last one is lost.
+    began_us = attempt.placed_us
+    if attempt.first_us is not None:
+        began_us = max(began_us, until_us - max(story.gap_us, 0))
+    worker, reason, name = attempt.worker, attempt.reason or attempt.error, name_of_loss(attempt)
+    began_s, until_s = (story.wall_s + us / 1e6 for us in (began_us, until_us))
+    away = request.known.plane_between(request.router, began_s, until_s)
+    if away is not None and request.known.lived_on(worker, until_s):
+        name, reason = "plane away", f"{reason}, while a plane was away: {away}"
+    moved = f", and it went on at {following[0].worker}" if following else ""
+    at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
+    text = f"were lost with {worker}{at}: {reason}{moved}"
+    return Cause(name, until_us - began_us, text, "place", worker)
+
+
+def _queue_worker(late: LateStage, attempt: AttemptFacts) -> str:
+    """Return the worker at which the request waited: the one that computes the prompt, if that
+    took longer."""
+    peer_s = (attempt.times and attempt.times.peer_queue_s) or 0.0
+    return attempt.prefill_worker if peer_s * 1e6 > late.stage.us / 2 else attempt.worker
+
+
+def _queue_text(attempt: AttemptFacts, worker: str) -> str:
+    times = attempt.times or WorkerTimes()
+    behind = f"{times.ahead_requests} requests with {_count(times.ahead_tokens or 0)} prompt tokens"
+    return f"waited at {worker} behind {behind}{_alternative(attempt)}"
+
+
+def _alternative(attempt: AttemptFacts) -> str:
+    """Say what the router knew of another worker that would have been quicker."""
+    others = [row for row in attempt.cost_table() if row.worker != attempt.worker]
+    if not others or attempt.predicted_us is None:
+        return ""
+    best = others[0]
+    held = f"held {best.overlap_blocks} blocks of the prompt"
+    if not best.overlap_blocks:
+        held = "held none of the prompt"
+    return f"; {best.worker} was predicted to cost {best.cost / 1e3:.2g} s and {held}"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens / 1e3:.0f}k" if tokens >= 10_000 else str(tokens)
