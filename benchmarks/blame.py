@@ -220,7 +220,8 @@ class Judged:
 
 def count(judged: Judged, usual_s: list[float], show: int) -> dict[str, Any]:
     """Count the verdicts on requests that were slowed, and on the others."""
-    for title, calls in (("missed", judged.missed), ("blamed", judged.blamed)):
+    right = [call for call in judged.slowed if call not in judged.missed][:2]
+    for title, calls in (("named", right), ("missed", judged.missed), ("blamed", judged.blamed)):
         for call in calls[:show]:
             late_s, verdict = judged.late_s(call), judged.stories[call.name]["verdict"]
             print(f"  {title} {judged.named(call)} {late_s:.2f} s late: {verdict}")
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--scene", choices=SCENES, default="tuned")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each cause")
-    parser.add_argument("--show", type=int, default=0, help="print so many wrong verdicts")
+    parser.add_argument("--show", type=int, default=0, help="print so many verdicts")
     args = parser.parse_args()
     names = args.causes.split(",") if args.causes else list(SCENARIOS)
     if not args.causes and args.scene == "native":

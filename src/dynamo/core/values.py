@@ -331,6 +331,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     `transfer_bytes_per_s`: learnt rate at which KV blocks come from other workers; 0: unknown.
     `ranks`: the load of each of several data-parallel ranks. `tiers`: the memory tiers below the
     device, the fastest first. `timing`: the coefficients of a linear `Timing` as learnt, in ms.
+    `last_pause`: when the worker's event loop last stood still until (Unix time), and for how long.
     """
 
     running: int = 0
@@ -347,11 +348,12 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: tuple[Load, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
     timing: tuple[float, ...] = ()
+    last_pause: tuple[float, float] | None = None
 
 
 def sum_loads(loads: Iterable[Load]) -> Load:
-    """Return the sum of all counts, without `ranks`, `tiers` and `timing`."""
-    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-3] for load in loads), strict=True))]
+    """Return the sum of all counts, without `ranks` and what follows."""
+    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-4] for load in loads), strict=True))]
     return Load(*counts)
 
 

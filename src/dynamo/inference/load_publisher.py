@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,8 +21,15 @@ class LoadPublisher:
     """Publishes the engine's `Load` in msgpack whenever it differs from the last one. While the
     engine is idle it waits for `on_load_changed`."""
 
-    def __init__(self, engine: Engine, source: EventSource, clock: Clock) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        source: EventSource,
+        clock: Clock,
+        pauses: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        """`pauses`: those of the event loop, (Unix time of the end, seconds)."""
+        self._engine, self._pauses = engine, pauses
         self._source = source
         self._clock = clock
         self._load_changed = asyncio.Event()
@@ -35,6 +43,8 @@ class LoadPublisher:
         published: Load | None = None
         while True:
             load = self._engine.report_load()
+            if self._pauses:
+                load = msgspec.structs.replace(load, last_pause=self._pauses[-1])
             if load != published:
                 published = load
                 self._source.publish(encode_load(load))

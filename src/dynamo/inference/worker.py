@@ -333,7 +333,8 @@ class EngineWorker:
             self._event_sources.append(publisher)
         if len(self._event_sources) > 1:
             declare_kv_publisher_metrics(self._runtime.metrics, totals)
-        self._load_publisher = LoadPublisher(self._engine, load, self._runtime.clock)
+        runtime = self._runtime
+        self._load_publisher = LoadPublisher(self._engine, load, runtime.clock, runtime.loop_pauses)
         self._tasks.start(self._load_publisher.run(), "load report")
 
     def _publish_events(

@@ -17,6 +17,7 @@ from dynamo.cli.observer.why import format_groups, format_story, run
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.operations.observer.causes import ADVICE
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.telemetry.story import StoryBatch
 
@@ -53,13 +54,15 @@ def test_a_story_shows_verdict_stages_and_attempts() -> None:
     shown = format_story(story)
     assert "request  moved (moved-1), /v1/chat/completions, model m" in shown
     assert "2 of 2.2 s were lost with w2 at token 3: the connection was lost" in shown
+    assert "do       its last log lines tell how it died" in shown
     for line in (
         "its engine does not tell its times",
         "ended with worker_failed: the connection was lost",
         "went on at token 3 of the answer",
         "behind 2 requests with 900 prompt tokens to compute",
         "waited 10.0 ms for KV from disk",
-        "longest gap 10.0 ms, preempted 1 times, 70 tokens computed again",
+        "longest gap 10.0 ms",
+        "preempted 1 times, 70 tokens were computed again",
         "first token after 50.0 ms, predicted 40.0 ms",
     ):
         assert f"  {line}" in shown
@@ -69,7 +72,8 @@ def test_groups_are_a_table_with_the_worst_request() -> None:
     groups = as_sent(make_observer().group_causes())
     lines = format_groups(groups, "1h").splitlines()
     assert lines[1].split() == ["1", "2.0", "s", "lost", "worker", "w2", "(1)", "moved"]
-    assert lines[-1].startswith("the worst of the first: 2 of 2.2 s were lost with w2")
+    assert lines[-3].startswith("the worst of the first: 2 of 2.2 s were lost with w2")
+    assert lines[-1] == "its timeline: dynamo why moved"
     assert format_groups([], "10m") == "nothing took longer than usual in the last 10m"
 
 
@@ -78,6 +82,7 @@ class ObserverHandler(BaseHTTPRequestHandler):
 
     observer: DeploymentObserver
     redirect = ""
+    list_slow_s = 1.0
     paths: list[str]
 
     def do_GET(self) -> None:
@@ -87,7 +92,9 @@ class ObserverHandler(BaseHTTPRequestHandler):
         elif self.path.startswith("/causes"):
             self.answer(200, {"causes": as_sent(self.observer.group_causes())})
         else:
-            self.answer(200, {"requests": as_sent(self.observer.list_stories(slow=1.0))})
+            self.answer(
+                200, {"requests": as_sent(self.observer.list_stories(slow=self.list_slow_s))}
+            )
 
     def answer(self, status: int, value: Any) -> None:
         body = json.dumps(value).encode()
@@ -140,6 +147,23 @@ def test_a_frontend_names_its_observer(
     assert {event["name"] for event in spans} >= {"tokenise", "worker", "prefill", "decode"}
     assert sum(event["dur"] for event in spans) == pytest.approx(2_202_000)
     assert {event["tid"] for event in spans} == {0, 1, 2}
+
+
+def test_each_cause_says_what_to_do_and_is_in_the_guide() -> None:
+    guide = (Path(__file__).parents[3] / "docs/how-to/why.md").read_text()
+    for name in ADVICE:
+        assert f"`{name}`" in guide
+
+
+def test_a_list_of_none_says_what_there_is_none_of(
+    served: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = served
+    ObserverHandler.list_slow_s = 9.0
+    assert run(["--slow", "9s", "--failed", "--worker", "w9", "--url", url]) == 0
+    ObserverHandler.list_slow_s = 1.0
+    expected = "none took 9s or longer and failed and was at worker w9; `dynamo ps` lists workers"
+    assert expected in capsys.readouterr().out
 
 
 def test_a_time_that_is_none_is_refused() -> None:

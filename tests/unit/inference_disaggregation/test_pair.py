@@ -117,6 +117,8 @@ def test_blocks_are_pulled_while_later_chunks_are_computed() -> None:
         await task
         assert first_s == pytest.approx(8 * 0.018, abs=0.002)
         assert pair.arrivals.wait_s == pytest.approx(8 * 0.018 + 0.004, abs=0.002)
+        assert reply.times is not None
+        assert reply.times.kv_after_s == pytest.approx(0.004, abs=0.002)
 
     with_pair(main)
 

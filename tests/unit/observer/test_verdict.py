@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tests.unit.observer.stories import make_attempt, make_story
 
 from dynamo.core.timing.worker_times import WorkerTimes
+from dynamo.core.values import Load
 from dynamo.operations.observer.surroundings import Surroundings, TypicalTimes
 from dynamo.operations.observer.verdict import RequestVerdict, judge
 from dynamo.telemetry.story import AttemptFacts, Candidate, EndedStory
@@ -157,9 +158,23 @@ def test_a_wait_in_admission_names_what_for() -> None:
 
 def test_two_causes_are_named_in_the_order_of_their_cost() -> None:
     times = {"queue_s": 0.5, "ahead_requests": 1, "ahead_tokens": 9_000, "ahead_longest": 9_000}
-    attempt = late_attempt(1.3, {**times, "kv_s": 0.8, "kv_from": "disk"})
+    attempt = late_attempt(1.3, {**times, "kv_s": 0.8, "kv_from": "disk"}, cached_tokens=60)
     verdict = verdict_on(late_story(attempt))
     assert [cause.name for cause in verdict.causes] == ["slow tier", "long prompt ahead"]
+
+
+def test_a_prompt_that_is_computed_after_its_blocks_did_not_come_is_blamed_on_them() -> None:
+    times = {"kv_s": 0.8, "kv_from": "disk", "prefill_s": 1.548}
+    verdict = verdict_on(late_story(late_attempt(2.3, times, seen_blocks=4, prompt_blocks=4)))
+    assert [cause.name for cause in verdict.causes] == ["slow tier", "slow tier"]
+    assert "its tier disk had not sent the blocks after 0.8 s" in verdict.text
+    tier = Candidate("w1", 40, 300.0, {}, tier_blocks={"shared": 40})
+    attempt = late_attempt(
+        1.0, {"prefill_s": 1.048}, prompt_blocks=40, overlap_blocks=40, costs=[tier]
+    )
+    assert verdict_on(late_story(attempt)).cause == "slow tier"
+    tier = Candidate("w1", 40, 300.0, {})
+    assert verdict_on(late_story(replace(attempt, costs=[tier]))).cause == "stale index"
 
 
 def test_a_request_that_failed_without_lateness_has_its_end() -> None:
@@ -192,7 +207,7 @@ def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> 
         known.add_moves(make_story(lost, again))
     verdict = verdict_on(late_story(slow), known)
     assert (verdict.cause, verdict.causes[0].worker) == ("lost worker", "w2")
-    assert "to which 3 requests of w2 moved" in verdict.text
+    assert "to which 3 other requests of w2 moved" in verdict.text
 
 
 def test_a_queue_is_shared_between_requests_that_moved_and_those_that_came() -> None:
@@ -215,7 +230,7 @@ def test_a_queue_is_shared_between_requests_that_moved_and_those_that_came() -> 
 def test_a_new_prompt_is_a_cause_if_it_is_long_and_short_ones_wait_for_others() -> None:
     long = late_attempt(1.0, {"prefill_s": 1.048}, prompt_tokens=4_000)
     assert verdict_on(late_story(long)).cause == "new prompt"
-    short = late_attempt(1.0, {"prefill_s": 1.048, "ahead_requests": 20})
+    short = late_attempt(1.0, {"prefill_s": 1.048}, load=20)
     assert verdict_on(late_story(short)).cause == "overload"
 
 
@@ -282,3 +297,31 @@ def test_a_wait_for_kv_after_the_first_token_is_a_transfer() -> None:
     slow = make_attempt(ended_us=851_000, times=times, prefill_worker="p1")
     verdict = verdict_on(late_story(slow))
     assert verdict.text == "0.7 of 0.85 s waited at w1 for KV blocks of p1"
+
+
+def test_a_lost_attempt_without_a_token_waited_as_long_as_predicted_for_what_was_ahead() -> None:
+    lost = make_attempt(
+        worker="w2", first_us=None, ended_us=1_501_000, error="worker_failed", times=None,
+        reason="instance w2 does not answer", predicted_us=450_000, load=3,
+    )  # fmt: skip
+    again = make_attempt(placed_us=1_501_000, first_us=1_551_000, ended_us=1_651_000)
+    story = make_story(lost, again, ended_us=1_652_000)
+    verdict = verdict_on(story)
+    assert [(cause.name, cause.us) for cause in verdict.causes[:2]] == [
+        ("frozen worker", 1_100_000), ("overload", 400_000),
+    ]  # fmt: skip
+    assert "waited at w2 behind 3 requests" in verdict.text
+    known = Surroundings()
+    ahead = replace(lost, prompt_tokens=5_000, placed_us=0)
+    known.add_prefills(make_story(ahead, make_attempt(placed_us=1_500_000), wall_s=999.9))
+    assert verdict_on(story, known).causes[1].name == "long prompt ahead"
+
+
+def test_a_pause_of_a_worker_comes_with_its_load() -> None:
+    known = Surroundings()
+    for _ in range(2):
+        known.add_loads({"w1": Load(last_pause=(1_000.875, 0.75))})
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
+    verdict = verdict_on(late_story(slow), known)
+    assert [(cause.name, cause.us) for cause in verdict.causes] == [("stalled loop", 750_000)]
+    assert "the event loop of w1 stood still in stage decode" in verdict.text

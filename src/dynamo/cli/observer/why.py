@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from dynamo.cli.parsing import Parser, check_writable, format_table, write_file
 from dynamo.cli.router import add_router_flags, make_router_client
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.settings.units import parse_seconds
+from dynamo.operations.observer.causes import ADVICE
 
 EXAMPLES = """\
   dynamo why                                     what made requests slow in the last hour
@@ -71,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     elif args.request:
         print("\n\n".join(map(format_story, stories)))
     else:
-        print(format_list(stories) if stories else "no such request is kept")
+        print(format_list(stories) if stories else _describe_none(args))
     return 0
 
 
@@ -80,6 +82,14 @@ def _read_time(text: str, flag: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise InvalidRequest(f"--{flag}: {error}", hint="such as 2s, 500ms or 10m") from None
+
+
+def _describe_none(args: argparse.Namespace) -> str:
+    """Say which requests there are none of."""
+    wanted = [f"took {args.slow} or longer"] if args.slow else []
+    wanted += ["failed"] if args.failed else []
+    wanted += [f"was at worker {args.worker}; `dynamo ps` lists workers"] if args.worker else []
+    return f"of the requests that are kept, none {' and '.join(wanted)}"
 
 
 def _to_json(value: Any) -> str:
@@ -96,8 +106,10 @@ def format_groups(groups: Sequence[Mapping[str, Any]], since: str) -> str:
         cost = f"{group['seconds']:.1f} s" if group["seconds"] else "-"
         count, worst = str(group["requests"]), group["worst"]
         rows.append((count, cost, group["cause"], ", ".join(workers[:3]), worst["client_id"]))
-    verdict = groups[0]["worst"]["verdict"]
-    return "\n".join([*format_table(rows), "", f"the worst of the first: {verdict}"])
+    worst = groups[0]["worst"]
+    lines = [f"the worst of the first: {worst['verdict']}", *_format_advice(worst)]
+    lines.append(f"its timeline: dynamo why {worst['client_id']}")
+    return "\n".join([*format_table(rows), "", *lines])
 
 
 def format_list(stories: Sequence[Story]) -> str:
@@ -121,6 +133,7 @@ def format_story(story: Story) -> str:
         f"request  {story['client_id']}{own_id}, {story['path']}, model {story['model'] or '-'}",
         f"at       {_clock_time(story['at'])} at {story['process']}, took {took}{first}, {end}",
         f"why      {story['verdict']}",
+        *_format_advice(story),
         f"tokens   {prompt}, {story['output_tokens']} of the answer; longest gap {gap}",
     ]
     if story["missed"]:
@@ -131,6 +144,12 @@ def format_story(story: Story) -> str:
     for number, attempt in enumerate(story["attempts"]):
         lines += ["", *_format_attempt(number, attempt)]
     return "\n".join(lines)
+
+
+def _format_advice(story: Story) -> list[str]:
+    """Return what to do about the first cause."""
+    names = [each["name"].partition(":")[0] for each in story["causes"][:1]]
+    return [f"do       {ADVICE[name]}" for name in names if name in ADVICE]
 
 
 def _format_stages(story: Story) -> Iterator[str]:
@@ -159,14 +178,17 @@ def _format_attempt(number: int, attempt: Story) -> Iterator[str]:
     times = attempt["times"]
     if times.get("ahead_requests") is not None:
         requests, tokens = times["ahead_requests"], times["ahead_tokens"]
-        yield f"  behind {requests} requests with {tokens} prompt tokens to compute"
+        ahead = f"{requests} requests with {tokens} prompt tokens to compute"
+        yield f"  behind {ahead if requests else 'no other request'}"
     if times.get("kv_from"):
         yield f"  waited {_format_s(times['kv_s'])} for KV from {times['kv_from']}"
+    if times.get("kv_after_s"):
+        yield f"  waited {_format_s(times['kv_after_s'])} for KV after its first token"
     if times.get("gap_s") is not None:
-        yield (
-            f"  longest gap {_format_s(times['gap_s'])}, preempted {times['preemptions']} times, "
-            f"{times['recomputed_tokens']} tokens computed again"
-        )
+        yield f"  longest gap {_format_s(times['gap_s'])}"
+        if times["preemptions"]:
+            again = f"{times['recomputed_tokens']} tokens were computed again"
+            yield f"  preempted {times['preemptions']} times, {again}"
     if not times:
         yield "  its engine does not tell its times"
     if attempt["resumed_tokens"]:

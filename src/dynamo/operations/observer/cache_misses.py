@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.stages import slowest_attempts
 from dynamo.telemetry.story import EndedStory
 
+GIVEN_UP_S = 0.1
+"""A wait for KV blocks after which the prompt was computed all the same."""
 Marks = Mapping[tuple[str, int], deque[tuple[int, str, float]]]
 
 
@@ -32,6 +35,13 @@ def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
     blocks, held = first.prompt_blocks, first.overlap_blocks
     uncached = 1 - first.cached_tokens / first.prompt_tokens
     cached_blocks = blocks * first.cached_tokens // first.prompt_tokens
+    times = first.times or WorkerTimes()
+    waited_s = (times.kv_s or 0.0) - (times.peer_queue_s or 0.0) - (times.peer_prefill_s or 0.0)
+    if times.kv_from and waited_s >= GIVEN_UP_S:
+        source, name = f"its tier {times.kv_from}", "slow tier"
+        if times.kv_from == "peer":
+            source, name = first.prefill_worker or "another worker", "slow transfer"
+        return CacheMiss(name, f"{source} had not sent the blocks after {waited_s:.2g} s", uncached)
     chosen = next((row for row in first.cost_table() if row.worker == first.worker), None)
     in_tiers = {} if chosen is None else chosen.tier_blocks
     if held - cached_blocks > blocks // 4 and sum(in_tiers.values()) > blocks // 4:

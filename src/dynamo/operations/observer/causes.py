@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.stages import UNKNOWN, StageTime, slowest_attempts
 from dynamo.operations.observer.surroundings import (
@@ -47,6 +46,11 @@ class LateRequest:
         if attempts and attempts[-1].error not in ("", "cancelled"):
             self.lost.append(len(attempts) - 1)
 
+    def is_own(self, placed_s: float) -> bool:
+        """Return whether an attempt that was placed then is one of this request."""
+        began_s = self.story.wall_s
+        return any(abs(began_s + each.placed_us / 1e6 - placed_s) < 1e-5 for each in self.attempts)
+
     def is_lost(self, stage: StageTime) -> bool:
         """Return whether the time of a stage was lost with its worker: all until the first token,
         else all after it, and the next choice."""
@@ -77,12 +81,12 @@ class LateStage:
         return max(0, int((min(self.ended_s, until_s) - max(self.began_s, since_s)) * 1e6))
 
     def ahead(self) -> int:
-        """Return the requests that were ahead or beside, as far as they were counted."""
+        """Return the requests that were ahead or beside, as its worker or the router counted."""
         attempt = self.attempt
         if attempt is None or self.name == "place":
             return self.request.story.ahead
         counted = None if attempt.times is None else attempt.times.ahead_requests
-        return max(attempt.load, counted or 0)
+        return counted if counted is not None and self.name == "queue" else attempt.load
 
     def explain(self, name: str, us: float, text: str, worker: str = "") -> Cause:
         """Return a cause that explains `us` of the time that is left."""
@@ -119,14 +123,14 @@ def lost_worker_beside(late: LateStage) -> Cause | None:
         (lost, name)
         for worker in workers
         for since_s, until_s, lost, name in moves.get(worker, ())
-        if since_s < late.ended_s and until_s > late.began_s and lost != late.worker
+        if since_s < late.ended_s and until_s > late.began_s and not late.request.is_own(since_s)
     ]
     if not moved:
         return None
     lost, name = moved[-1]
     share = min(1.0, len(moved) / max(1, late.ahead()))
     at = f" at {late.worker}, to which" if late.worker else ", while"
-    text = f"in stage {late.name}{at} {len(moved)} requests of {lost} moved"
+    text = f"in stage {late.name}{at} {len(moved)} other requests of {lost} moved"
     return late.explain(name, late.late_us * share, text, lost)
 
 
@@ -156,14 +160,13 @@ def worker_start(late: LateStage) -> Cause | None:
 
 def long_prompt_ahead(late: LateStage) -> Cause | None:
     """The worker computed long prompts of others first, or meanwhile."""
-    attempt, story = late.attempt, late.request.story
+    attempt = late.attempt
     if attempt is None:
         return None
     us, tokens, worker = 0, 0, late.worker
-    own_s = [story.wall_s + each.placed_us / 1e6 for each in late.request.attempts]
     for placed_s, since_s, until_s, size in late.request.known.prefills.get(worker, ()):
         beside_us = late.overlap_us(since_s, until_s)
-        if beside_us and all(abs(placed_s - each) > 1e-5 for each in own_s):
+        if beside_us and not late.request.is_own(placed_s):
             us, tokens = us + beside_us, tokens + size
     text = f"in stage {late.name} at {worker} while it computed {_count(tokens)} prompt tokens"
     if late.name == "place":
@@ -191,7 +194,7 @@ def overload(late: LateStage) -> Cause | None:
     if late.name == "place":
         text = f"held by the router for a better moment, with {attempt.queue_length} more"
         return late.explain("overload", attempt.waited_us, text)
-    ahead_requests = (attempt.times and attempt.times.ahead_requests) or 0
+    ahead_requests = late.ahead()
     tokens = attempt.prompt_tokens - attempt.cached_tokens
     if not ahead_requests or (late.name == "prefill" and tokens >= LONG_PROMPT_TOKENS):
         return None
@@ -256,17 +259,41 @@ RULES = (
     Rule(plane_away, ("admit", "place", "send", UNKNOWN, "deliver")),
     Rule(model_load, ("admit",)),
     Rule(worker_start, ("admit",)),
-    Rule(lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
     Rule(computed_again, ("prefill",)),
     Rule(cache_miss, ("prefill",)),
     Rule(slow_transfer, ("transfer",)),
     Rule(slow_tier, ("transfer",)),
     Rule(long_prompt_ahead, ("place", "queue", "prefill", "decode")),
+    Rule(lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
     Rule(overload, ("admit", "place", "queue", "prefill")),
     Rule(preemption, ("decode",)),
 )
 """In this order, each explains what those before it have left: first what interrupted the stage,
 then what it waited for."""
+
+
+ADVICE = {
+    "stalled loop": "the log of the process names the line that held it, or that it had no core",
+    "plane away": "check the server of the plane; `dynamo doctor` reaches all of them",
+    "model load": "keep the model loaded: a longer --keep-alive, or no --load on_demand",
+    "worker start": "keep more workers ready",
+    "lost worker": "its last log lines tell how it died (key l in `dynamo top`)",
+    "frozen worker": "its log has the stacks of its threads from before it was killed",
+    "drained worker": "nothing: it was taken out of service",
+    "slow transfer": "check the network between the workers: `dynamo doctor`",
+    "slow tier": "check the disk or the store behind the tier; `dynamo kv` shows the tiers",
+    "long prompt ahead": "use prefill workers, or a smaller engine.max_num_batched_tokens",
+    "overload": "add workers: `dynamo scale worker=N`",
+    "eviction": "give more KV memory (--num-blocks), or a tier below it",
+    "wrong salt": "send one key, cache_salt and adapter, or set engine.share_cache",
+    "at another worker": "route by cached prefixes: --router-mode kv",
+    "stale index": "check dynamo_kv_index_events_lost_total, and the server of the event plane",
+    "new prompt": "nothing: the prompt is long, and nobody had sent it before",
+    "preemption": "give more KV memory, or a smaller --max-num-seqs",
+    "unexplained": "look at the log and the CPU of the process (`dynamo report` has both)",
+    "slow client": "nothing here: the client or its network was slow",
+}
+"""A sentence on what to do for each name of a cause."""
 
 
 def explain_stage(request: LateRequest, stage: StageTime, late_us: int) -> Iterator[Cause]:
@@ -285,8 +312,9 @@ def explain_stage(request: LateRequest, stage: StageTime, late_us: int) -> Itera
         yield late.explain(f"unexplained: {stage.name}", late.rest_us, text)
 
 
-def explain_loss(request: LateRequest, number: int) -> Cause:
-    """Return what an attempt has cost that failed."""
+def explain_loss(request: LateRequest, number: int, usual_us: float) -> Iterator[Cause]:
+    """Yield what an attempt has cost that failed. If it had no token, the part that the router
+    predicted beyond the usual is due to what was ahead."""
     story, attempt = request.story, request.attempts[number]
     following = request.attempts[number + 1 : number + 2]
     until_us = following[0].placed_us if following else story.ended_us
@@ -294,6 +322,12 @@ def explain_loss(request: LateRequest, number: int) -> Cause:
     began_us = attempt.placed_us
     if attempt.first_us is not None:
         began_us = max(began_us, until_us - max(story.gap_us, 0))
+    elif attempt.predicted_us is not None:
+        ahead_us = min(attempt.predicted_us - int(usual_us), until_us - began_us)
+        if ahead_us >= MIN_STAGE_US:
+            waited = StageTime("queue", began_us, ahead_us, number)
+            yield from explain_stage(request, waited, ahead_us)
+            began_us += ahead_us
     worker, reason, name = attempt.worker, attempt.reason or attempt.error, name_of_loss(attempt)
     began_s, until_s = (story.wall_s + us / 1e6 for us in (began_us, until_us))
     away = request.known.plane_between(request.router, began_s, until_s)
@@ -302,7 +336,7 @@ def explain_loss(request: LateRequest, number: int) -> Cause:
     moved = f", and it went on at {following[0].worker}" if following else ""
     at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
     text = f"were lost with {worker}{at}: {reason}{moved}"
-    return Cause(name, until_us - began_us, text, "place", worker)
+    yield Cause(name, until_us - began_us, text, "place", worker)
 
 
 def _queue_worker(late: LateStage, attempt: AttemptFacts) -> str:
@@ -313,9 +347,11 @@ def _queue_worker(late: LateStage, attempt: AttemptFacts) -> str:
 
 
 def _queue_text(attempt: AttemptFacts, worker: str) -> str:
-    times = attempt.times or WorkerTimes()
-    behind = f"{times.ahead_requests} requests with {_count(times.ahead_tokens or 0)} prompt tokens"
-    return f"waited at {worker} behind {behind}{_alternative(attempt)}"
+    times, requests, tokens = attempt.times, attempt.load, ""
+    if times is not None:
+        requests = times.ahead_requests or 0
+        tokens = f" with {_count(times.ahead_tokens or 0)} prompt tokens"
+    return f"waited at {worker} behind {requests} requests{tokens}{_alternative(attempt)}"
 
 
 def _alternative(attempt: AttemptFacts) -> str:

@@ -27,7 +27,7 @@ from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
 from dynamo.operations.observer.slo_books import SloBooks, SloReport
 from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
 from dynamo.operations.observer.stories import KeptStory, StoryStore
-from dynamo.operations.observer.surroundings import Surroundings, TypicalTimes
+from dynamo.operations.observer.surroundings import MAX_PAUSES, Surroundings, TypicalTimes
 from dynamo.operations.observer.timeline import (
     VIEWS,
     DeploymentTimeline,
@@ -43,7 +43,6 @@ MAX_RECENT_REQUESTS = 50
 MAX_LISTED = 200
 MAX_MARKS, WORKERS_PER_MARK = 20_000, 8
 MAX_CHOICES = 5_000
-MAX_PAUSES = 1_000
 NOTICED_S = 2.0
 """A plane is known to be away within a second, and said once a second."""
 SAMPLE_KEPT_S = 5.0
@@ -219,7 +218,7 @@ class DeploymentObserver:
                 instance, _ = split_worker_name(name)
                 views[instance] = max(views.get(instance, view), view, key=VIEWS.index)
         workers = sorted({*loads, *sent})
-        self._known.live = {split_worker_name(name)[0] for name in loads}
+        self._known.add_loads(loads)
         self.collector.workers = len(workers)
         self._loads, self._waiting = loads, sum(each.waiting for each in samples)
         self._views = views
@@ -279,8 +278,9 @@ class DeploymentObserver:
         if not stories and not maybe:
             raise NotFound(
                 f"no story of request {name[:100]!r} is kept",
-                hint="use the answer's x-request-id; the last 2,000 requests are kept, and those "
-                "that failed, moved or were slow longer",
+                hint="use the answer's x-request-id or the trace id; a request is told two seconds "
+                "after its end; the last 2,000 are kept, those that failed, moved or were slow "
+                "longer",
             )
         return [self._show(entry) for entry in stories]
 

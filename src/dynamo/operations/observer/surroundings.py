@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from itertools import pairwise
 
 import msgspec
 
 from dynamo.core.errors import InstanceGone, WorkerDraining, WorkerFailed
+from dynamo.core.kv_events import split_worker_name
+from dynamo.core.values import Load
 from dynamo.operations.observer.stages import STAGES, UNKNOWN, find_stages, slowest_attempts
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
@@ -18,7 +20,7 @@ MIN_TYPICAL = 8
 COMPUTING_STAGES = ("prefill", UNKNOWN, "decode")
 MIN_PAUSE_US = 500_000
 """A pause of an answer that is a pause even where nobody knows the usual pace."""
-MAX_PREFILLS = 256
+MAX_PREFILLS, MAX_PAUSES = 256, 1_000
 MAX_WORKERS = 4_096
 MIN_PACE_TOKENS = 4
 """A shorter answer does not tell the usual time of a token."""
@@ -72,14 +74,24 @@ class Surroundings(msgspec.Struct):
         """Note the long prompts that the workers of a request have computed."""
         for attempt in story.attempts:
             tokens = attempt.prompt_tokens - attempt.cached_tokens
-            if tokens >= LONG_PROMPT_TOKENS and attempt.first_us is not None:
+            if tokens >= LONG_PROMPT_TOKENS:
                 worker = attempt.prefill_worker or attempt.worker
                 placed_s = began_s = story.wall_s + attempt.placed_us / 1e6
-                until_s = story.wall_s + attempt.first_us / 1e6
+                until_us = attempt.ended_us if attempt.first_us is None else attempt.first_us
+                until_s = story.wall_s + until_us / 1e6
                 if attempt.times is not None and not attempt.prefill_worker:
                     began_s = until_s - (attempt.times.prefill_s or 0.0)
                 prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
                 prefills.append((placed_s, began_s, until_s, tokens))
+
+    def add_loads(self, loads: Mapping[str, Load]) -> None:
+        """Note which workers report their load, and the pauses of their event loops."""
+        self.live = {split_worker_name(name)[0] for name in loads}
+        for worker, load in loads.items():
+            if load.last_pause is not None:
+                pauses = self.pauses.setdefault(worker, deque(maxlen=MAX_PAUSES))
+                if not pauses or pauses[-1] != load.last_pause:
+                    pauses.append(load.last_pause)
 
     def add_answers(self, story: EndedStory) -> None:
         """Note which workers have answered."""

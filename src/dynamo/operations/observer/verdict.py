@@ -81,8 +81,9 @@ def _end_cause(story: EndedStory) -> Cause:
 def _find_causes(request: LateRequest, typical: TypicalTimes) -> Iterator[Cause]:
     """Yield what cost time beyond the usual. Time that a cause explains counts once."""
     story = request.story
+    usual_us = sum(typical.usual_us(story, name) for name in ("send", "queue", "prefill"))
     for number in request.lost:
-        yield explain_loss(request, number)
+        yield from explain_loss(request, number, usual_us)
     if story.stalled_us >= MIN_LATE_US:
         yield Cause(
             "slow client", story.stalled_us, "the client did not read its answer", "deliver"
