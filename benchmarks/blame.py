@@ -42,6 +42,7 @@ SCENES = {"tuned": TUNED, "held-out": HELD_OUT, "native": NATIVE}
 NATIVE_SCENARIOS = (
     *("frozen", "killed", "long_prompt", "overload", "salted", "slow_client", "stalled"),
 )
+PYTHON_PATH = os.environ.get("PYTHONPATH", "")
 Story = dict[str, Any]
 
 
@@ -108,7 +109,8 @@ async def run(name: str, args: argparse.Namespace, folder: Path) -> dict[str, An
         if not model.exists():
             write_native_model(Path(args.model), model)
     (folder / "sitecustomize.py").write_text(PLUG)
-    os.environ |= {"PYTHONPATH": str(folder), DELAY_FILE: str(folder / "delay")}
+    python_path = os.pathsep.join(filter(None, (str(folder), PYTHON_PATH)))
+    os.environ |= {"PYTHONPATH": python_path, DELAY_FILE: str(folder / "delay")}
     with contextlib.ExitStack() as stack:
         service = None if scenario.service is None else scenario.service()
         os.environ.pop("DYNAMO_NATS_URL", None)
@@ -169,6 +171,11 @@ async def run_scenario(
     return count(Judged(scenario, client, windows, stories), usual_s, args.show)
 
 
+def waited_for_blocks(story: Story) -> bool:
+    """Return whether a request waited for KV blocks."""
+    return any((each["times"].get("kv_s") or 0.0) > LATE_S for each in story["attempts"])
+
+
 class Judged:
     """The requests of a scenario whose stories are kept, and what the verdict says of them."""
 
@@ -184,7 +191,12 @@ class Judged:
         calls = client.calls
         known = {k: [c for c in each if c.name in stories] for k, each in calls.items()}
         self.no_story = sum(len(each) - len(known[k]) for k, each in calls.items())
-        self.slowed = [c for c in known["v"] if self.late_s(c) - c.lag_s > SLOWED_S]
+        self.slowed = [
+            call
+            for call in known["v"]
+            if self.late_s(call) - call.lag_s > SLOWED_S
+            and (not scenario.needs_blocks or waited_for_blocks(stories[call.name]))
+        ]
         self.beside = [call for call in known["h"] if self._is_beside(call)]
         healthy = [call for call in known["h"] if not self._is_beside(call)]
         in_time = [c for c in (*self.beside, *known["v"]) if self.late_s(c) < LATE_S]
@@ -213,7 +225,7 @@ class Judged:
 
     def _is_right(self, call: Call) -> bool:
         causes, wanted = self.named(call), self._scenario.causes
-        if self._scenario.needs_move and len(self.stories[call.name]["attempts"]) == 1:
+        if len(self.stories[call.name]["attempts"]) <= self._scenario.needs_moves:
             return bool(causes) and causes[0] in wanted
         return set(causes) == set(wanted)
 

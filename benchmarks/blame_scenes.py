@@ -119,7 +119,7 @@ async def _load_slowly(client: Client, others: int = 0) -> None:
         burst = asyncio.create_task(client.burst("x", others))
         await asyncio.sleep(PAUSE_S)
         again = asyncio.create_task(client.send("v", prompt))
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.8 if others else 0.8)
         await asyncio.to_thread(service.signal, signal.SIGCONT)
         await asyncio.gather(burst, again)
 
@@ -170,7 +170,7 @@ async def frozen_behind(client: Client) -> None:
 
 async def slow_tier_overloaded(client: Client) -> None:
     """The object store stands still, and many requests come at once."""
-    await _load_slowly(client, 5 * SLOTS * client.size.workers)
+    await _load_slowly(client, 2 * SLOTS * client.size.workers)
 
 
 async def stalled_slow_client(client: Client) -> None:
@@ -203,8 +203,9 @@ def _service_of(client: Client) -> ServerProcess:
 
 class Scenario(NamedTuple):
     """How causes are injected, their names, flags of the deployment, and the server that it needs.
-    The verdict must name one cause first, and two among the first two. `needs_move`: both causes
-    hit only requests that moved to another worker; of others, the first cause must be one of both. `answers`: those of requests that may be hit are so many
+    The verdict must name one cause first, and two among the first two. `needs_moves`: both causes
+    hit only requests that moved so often to another worker; of others, the first cause must be one of both. `needs_blocks`: requests that waited
+    for no KV blocks do not count: their prompts were not in the tier. `answers`: those of requests that may be hit are so many
     times as long."""
 
     inject: Callable[[Client], Awaitable[None]]
@@ -213,7 +214,8 @@ class Scenario(NamedTuple):
     service: Callable[[], ServerProcess] | None = None
     timing: tuple[float, float] | None = None
     answers: int = 1
-    needs_move: bool = False
+    needs_moves: int = 0
+    needs_blocks: bool = False
 
 
 FULL = ("--num-blocks", str(BLOCKS))
@@ -236,20 +238,25 @@ SCENARIOS = {
     "salted": Scenario(salted, ("wrong salt",)),
     "stale_index": Scenario(stale_index, ("stale index",), (*FULL, *TCP_REQUESTS), NatsProcess),
     "slow_transfer": Scenario(slow_transfer, ("slow transfer",), DISAGGREGATED),
-    "slow_tier": Scenario(slow_tier, ("slow tier",), TIER, S3Process, SLOW_PROMPTS),
+    "slow_tier": Scenario(
+        slow_tier, ("slow tier",), TIER, S3Process, SLOW_PROMPTS, needs_blocks=True
+    ),
     "slow_client": Scenario(slow_client, ("slow client",), timing=(0.1, 0.2), answers=170),
     "stalled": Scenario(stalled, ("stalled loop",)),
     "plane_away": Scenario(plane_away, ("plane away",), (), NatsProcess),
     "salted_behind": Scenario(salted_behind, ("long prompt ahead", "wrong salt")),
     "evicted_behind": Scenario(evicted_behind, ("long prompt ahead", "eviction"), FULL),
     "killed_overloaded": Scenario(
-        killed_overloaded, ("lost worker", "overload"), FEW, answers=3, needs_move=True
+        killed_overloaded, ("lost worker", "overload"), FEW, answers=3, needs_moves=1
     ),
-    "frozen_behind": Scenario(
-        frozen_behind, ("frozen worker", "long prompt ahead"), needs_move=True
-    ),
+    "frozen_behind": Scenario(frozen_behind, ("frozen worker", "long prompt ahead"), needs_moves=1),
     "slow_tier_overloaded": Scenario(
-        slow_tier_overloaded, ("slow tier", "overload"), (*TIER, *FEW), S3Process, SLOW_PROMPTS
+        slow_tier_overloaded,
+        ("slow tier", "overload"),
+        (*TIER, *FEW),
+        S3Process,
+        SLOW_PROMPTS,
+        needs_blocks=True,
     ),
     "stalled_slow_client": Scenario(
         stalled_slow_client, ("stalled loop", "slow client"), timing=(0.1, 0.2), answers=170
@@ -260,6 +267,6 @@ SCENARIOS = {
         (),
         NatsProcess,
         answers=8,
-        needs_move=True,
+        needs_moves=1,
     ),
 }

@@ -174,7 +174,10 @@ def test_a_prompt_that_is_computed_after_its_blocks_did_not_come_is_blamed_on_th
     )
     assert verdict_on(late_story(attempt)).cause == "slow tier"
     tier = Candidate("w1", 40, 300.0, {})
-    assert verdict_on(late_story(replace(attempt, costs=[tier]))).cause == "stale index"
+    attempt = replace(attempt, costs=[tier])
+    assert verdict_on(late_story(attempt)).cause == "stale index"
+    assert verdict_on(late_story(replace(attempt, load=2))).cause == "eviction"
+    assert verdict_on(late_story(replace(attempt, load=2, view="stale"))).cause == "stale index"
 
 
 def test_a_request_that_failed_without_lateness_has_its_end() -> None:

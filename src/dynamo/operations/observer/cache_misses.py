@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.stages import slowest_attempts
-from dynamo.telemetry.story import EndedStory
+from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 GIVEN_UP_S = 0.1
 """A wait for KV blocks after which the prompt was computed all the same."""
@@ -42,16 +42,10 @@ def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
         if times.kv_from == "peer":
             source, name = first.prefill_worker or "another worker", "slow transfer"
         return CacheMiss(name, f"{source} had not sent the blocks after {waited_s:.2g} s", uncached)
-    chosen = next((row for row in first.cost_table() if row.worker == first.worker), None)
-    in_tiers = {} if chosen is None else chosen.tier_blocks
-    if held - cached_blocks > blocks // 4 and sum(in_tiers.values()) > blocks // 4:
-        text = f"{held} of {blocks} blocks were to come from its tier {', '.join(in_tiers)}"
-        text += f", of which {max(0, cached_blocks)} came"
-        return CacheMiss("slow tier", text, (held - cached_blocks) / blocks)
-    if held - cached_blocks > blocks // 4:
-        known = f", known as {first.view}" if first.view not in ("", "exact") else ""
-        text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
-        return CacheMiss("stale index", text, (held - cached_blocks) / blocks)
+    gone_blocks = held - cached_blocks
+    if gone_blocks > blocks // 4:
+        name, text = _explain_gone(first)
+        return CacheMiss(name, text, gone_blocks / blocks)
     if first.best_overlap_blocks - held > blocks // 4:
         text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
         return CacheMiss("at another worker", text, (first.best_overlap_blocks - held) / blocks)
@@ -71,3 +65,20 @@ def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
             return CacheMiss("at another worker", text, uncached)
         return CacheMiss("eviction", "a prompt that begins like it is evicted there", uncached)
     return CacheMiss("new prompt", "it was never seen before")
+
+
+def _explain_gone(attempt: AttemptFacts) -> tuple[str, str]:
+    """Return why blocks were not there that the router had expected."""
+    held, blocks = attempt.overlap_blocks, attempt.prompt_blocks
+    chosen = next((row for row in attempt.cost_table() if row.worker == attempt.worker), None)
+    tiers = {} if chosen is None else chosen.tier_blocks
+    if sum(tiers.values()) > blocks // 4:
+        return (
+            "slow tier",
+            f"{held} of {blocks} blocks did not come from its tier {', '.join(tiers)}",
+        )
+    if attempt.view == "exact" and attempt.load:
+        return "eviction", f"{held} of {blocks} blocks were there, and others took their place"
+    known = f", known as {attempt.view}" if attempt.view not in ("", "exact") else ""
+    text = f"the index expected {held} of {blocks} blocks there{known}, and they were gone"
+    return "stale index", text

@@ -7,12 +7,12 @@ be due to its cause, or None.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import msgspec
 
+from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.cache_misses import explain_misses
-from dynamo.operations.observer.stages import UNKNOWN, StageTime, slowest_attempts
+from dynamo.operations.observer.stages import STAGES, UNKNOWN, StageTime, slowest_attempts
 from dynamo.operations.observer.surroundings import (
     LONG_PROMPT_TOKENS,
     Surroundings,
@@ -73,6 +73,7 @@ class LateStage:
         self.late_us = self.rest_us = late_us
         self.attempt = None if number is None else request.attempts[number]
         self.worker = "" if self.attempt is None else self.attempt.worker
+        self.times = (self.attempt and self.attempt.times) or WorkerTimes()
         self.began_s = request.story.wall_s + stage.began_us / 1e6
         self.ended_s = self.began_s + stage.us / 1e6
 
@@ -82,11 +83,10 @@ class LateStage:
 
     def ahead(self) -> int:
         """Return the requests that were ahead or beside, as its worker or the router counted."""
-        attempt = self.attempt
-        if attempt is None or self.name == "place":
+        if self.attempt is None or self.name == "place":
             return self.request.story.ahead
-        counted = None if attempt.times is None else attempt.times.ahead_requests
-        return counted if counted is not None and self.name == "queue" else attempt.load
+        counted = self.times.ahead_requests if self.name == "queue" else None
+        return self.attempt.load if counted is None else counted
 
     def explain(self, name: str, us: float, text: str, worker: str = "") -> Cause:
         """Return a cause that explains `us` of the time that is left."""
@@ -144,65 +144,54 @@ def computed_again(late: LateStage) -> Cause | None:
     return late.explain(name_of_loss(lost), late.rest_us, text, lost.worker)
 
 
-def model_load(late: LateStage) -> Cause | None:
-    """The model had to be loaded."""
-    if late.request.story.waited_for != "model":
-        return None
-    return late.explain("model load", late.rest_us, "waited for the model to be loaded")
-
-
-def worker_start(late: LateStage) -> Cause | None:
-    """There was no worker yet."""
-    if late.request.story.waited_for != "start":
-        return None
-    return late.explain("worker start", late.rest_us, "waited for a worker to start")
+def admission(late: LateStage) -> Cause | None:
+    """There was no place, no worker or no model yet."""
+    story = late.request.story
+    ahead = f", behind {story.ahead} requests" if story.ahead else ""
+    reasons = {
+        "model": ("model load", "waited for the model to be loaded"),
+        "start": ("worker start", "waited for a worker to start"),
+        "limit": ("overload", f"waited for server.max_concurrent_requests{ahead}"),
+        "slot": ("overload", f"waited for a free slot at a worker{ahead}"),
+    }
+    reason = reasons.get(story.waited_for)
+    return None if reason is None else late.explain(reason[0], late.rest_us, reason[1])
 
 
 def long_prompt_ahead(late: LateStage) -> Cause | None:
     """The worker computed long prompts of others first, or meanwhile."""
-    attempt = late.attempt
-    if attempt is None:
-        return None
     us, tokens, worker = 0, 0, late.worker
     for placed_s, since_s, until_s, size in late.request.known.prefills.get(worker, ()):
         beside_us = late.overlap_us(since_s, until_s)
         if beside_us and not late.request.is_own(placed_s):
             us, tokens = us + beside_us, tokens + size
     text = f"in stage {late.name} at {worker} while it computed {_count(tokens)} prompt tokens"
-    if late.name == "place":
-        us = min(us, attempt.waited_us)
+    longest = late.times.ahead_longest or 0
+    if late.name == "place" and late.attempt is not None:
+        us = min(us, late.attempt.waited_us)
         text = f"held by the router while {worker} computed {_count(tokens)} prompt tokens"
-    longest = (attempt.times and attempt.times.ahead_longest) or 0
-    if late.name == "queue" and attempt.times is not None and longest >= LONG_PROMPT_TOKENS:
-        share_us = int(late.late_us * longest / max(longest, attempt.times.ahead_tokens or 0))
+    elif late.name == "queue" and longest >= LONG_PROMPT_TOKENS:
+        share_us = int(late.late_us * longest / max(longest, late.times.ahead_tokens or 0))
         if share_us >= us:
-            us, worker = share_us, _queue_worker(late, attempt)
-            text = _queue_text(attempt, worker)
+            us, (text, worker) = share_us, _queue(late)
     return late.explain("long prompt ahead", us, text, worker)
 
 
 def overload(late: LateStage) -> Cause | None:
     """Many requests waited, or were computed together."""
-    story, attempt = late.request.story, late.attempt
+    attempt, ahead, us, worker = late.attempt, late.ahead(), late.rest_us, ""
     if attempt is None:
-        place = {"limit": "place under server.max_concurrent_requests", "slot": "slot at a worker"}
-        if story.waited_for not in place:
-            return None
-        ahead = f", behind {story.ahead} requests" if story.ahead else ""
-        text = f"waited for a free {place[story.waited_for]}{ahead}"
-        return late.explain("overload", late.rest_us, text)
-    if late.name == "place":
-        text = f"held by the router for a better moment, with {attempt.queue_length} more"
-        return late.explain("overload", attempt.waited_us, text)
-    ahead_requests = late.ahead()
-    tokens = attempt.prompt_tokens - attempt.cached_tokens
-    if not ahead_requests or (late.name == "prefill" and tokens >= LONG_PROMPT_TOKENS):
         return None
-    if late.name == "queue":
-        worker = _queue_worker(late, attempt)
-        return late.explain("overload", late.rest_us, _queue_text(attempt, worker), worker)
-    text = f"computing {tokens} prompt tokens at {late.worker} beside {ahead_requests} requests"
-    return late.explain("overload", late.rest_us, text)
+    tokens = attempt.prompt_tokens - attempt.cached_tokens
+    text = f"computing {tokens} prompt tokens at {late.worker} beside {ahead} requests"
+    if late.name == "place":
+        us = attempt.waited_us
+        text = f"held by the router for a better moment, with {attempt.queue_length} more"
+    elif not ahead or (late.name == "prefill" and tokens >= LONG_PROMPT_TOKENS):
+        return None
+    elif late.name == "queue":
+        text, worker = _queue(late)
+    return late.explain("overload", us, text, worker)
 
 
 def cache_miss(late: LateStage) -> Cause | None:
@@ -217,60 +206,38 @@ def cache_miss(late: LateStage) -> Cause | None:
     return late.explain(missed.name, late.rest_us, text)
 
 
-def slow_transfer(late: LateStage) -> Cause | None:
-    """KV blocks came late from another worker."""
-    attempt = late.attempt
-    if attempt is None or attempt.times is None or attempt.times.kv_from not in ("", "peer"):
-        return None
-    source = attempt.prefill_worker or "another worker"
-    text = f"waited at {late.worker} for KV blocks of {source}"
-    return late.explain("slow transfer", late.rest_us, text)
-
-
-def slow_tier(late: LateStage) -> Cause | None:
-    """KV blocks came late from a tier."""
-    if late.attempt is None or late.attempt.times is None:
-        return None
-    text = f"waited at {late.worker} for KV blocks of its tier {late.attempt.times.kv_from}"
-    return late.explain("slow tier", late.rest_us, text)
+def late_blocks(late: LateStage) -> Cause | None:
+    """KV blocks came late, from another worker or from a tier."""
+    name, source = "slow tier", f"its tier {late.times.kv_from}"
+    if late.times.kv_from in ("", "peer"):
+        name = "slow transfer"
+        source = (late.attempt and late.attempt.prefill_worker) or "another worker"
+    return late.explain(name, late.rest_us, f"waited at {late.worker} for KV blocks of {source}")
 
 
 def preemption(late: LateStage) -> Cause | None:
     """Blocks ran out, and tokens were computed again."""
-    times = None if late.attempt is None else late.attempt.times
-    if times is None or not times.preemptions:
+    if not late.times.preemptions:
         return None
-    text = (
-        f"preempted {times.preemptions} times at {late.worker}, which computed "
-        f"{times.recomputed_tokens} tokens again"
-    )
+    text = f"preempted {late.times.preemptions} times at {late.worker}, which computed "
+    text += f"{late.times.recomputed_tokens} tokens again"
     return late.explain("preemption", late.rest_us, text)
 
 
-class Rule(NamedTuple):
-    """A cause and the stages that it slows; () for all."""
-
-    find: Callable[[LateStage], Cause | None]
-    stages: tuple[str, ...] = ()
-
-
-RULES = (
-    Rule(stalled_loop),
-    Rule(plane_away, ("admit", "place", "send", UNKNOWN, "deliver")),
-    Rule(model_load, ("admit",)),
-    Rule(worker_start, ("admit",)),
-    Rule(computed_again, ("prefill",)),
-    Rule(cache_miss, ("prefill",)),
-    Rule(slow_transfer, ("transfer",)),
-    Rule(slow_tier, ("transfer",)),
-    Rule(long_prompt_ahead, ("place", "queue", "prefill", "decode")),
-    Rule(lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
-    Rule(overload, ("admit", "place", "queue", "prefill")),
-    Rule(preemption, ("decode",)),
+RULES: tuple[tuple[Callable[[LateStage], Cause | None], tuple[str, ...]], ...] = (
+    (stalled_loop, STAGES),
+    (plane_away, ("admit", "place", "send", UNKNOWN, "deliver")),
+    (computed_again, ("prefill",)),
+    (cache_miss, ("prefill",)),
+    (late_blocks, ("transfer",)),
+    (long_prompt_ahead, ("place", "queue", "prefill", "decode")),
+    (lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
+    (admission, ("admit",)),
+    (overload, ("place", "queue", "prefill")),
+    (preemption, ("decode",)),
 )
-"""In this order, each explains what those before it have left: first what interrupted the stage,
-then what it waited for."""
-
+"""The causes, and the stages that they slow. In this order, each explains what those before it have
+left: first what interrupted the stage, then what it waited for."""
 
 ADVICE = {
     "stalled loop": "the log of the process names the line that held it, or that it had no core",
@@ -299,8 +266,8 @@ ADVICE = {
 def explain_stage(request: LateRequest, stage: StageTime, late_us: int) -> Iterator[Cause]:
     """Yield the causes of a stage that was late, and what is unexplained of it."""
     late = LateStage(request, stage, late_us)
-    for rule in RULES:
-        cause = rule.find(late) if not rule.stages or stage.name in rule.stages else None
+    for find, stages in RULES:
+        cause = find(late) if stage.name in stages else None
         if cause is not None and cause.us >= MIN_STAGE_US:
             late.rest_us -= cause.us
             yield cause
@@ -339,19 +306,15 @@ def explain_loss(request: LateRequest, number: int, usual_us: float) -> Iterator
     yield Cause(name, until_us - began_us, text, "place", worker)
 
 
-def _queue_worker(late: LateStage, attempt: AttemptFacts) -> str:
-    """Return the worker at which the request waited: the one that computes the prompt, if that
-    took longer."""
-    peer_s = (attempt.times and attempt.times.peer_queue_s) or 0.0
-    return attempt.prefill_worker if peer_s * 1e6 > late.stage.us / 2 else attempt.worker
-
-
-def _queue_text(attempt: AttemptFacts, worker: str) -> str:
-    times, requests, tokens = attempt.times, attempt.load, ""
-    if times is not None:
-        requests = times.ahead_requests or 0
-        tokens = f" with {_count(times.ahead_tokens or 0)} prompt tokens"
-    return f"waited at {worker} behind {requests} requests{tokens}{_alternative(attempt)}"
+def _queue(late: LateStage) -> tuple[str, str]:
+    """Describe a queue, and return its worker: the one that computes the prompt, if that took
+    longer."""
+    attempt, times, worker = late.attempt, late.times, late.worker
+    if attempt is not None and (times.peer_queue_s or 0.0) * 1e6 > late.stage.us / 2:
+        worker = attempt.prefill_worker
+    with_tokens = f" with {_count(times.ahead_tokens)} prompt tokens" if times.ahead_tokens else ""
+    text = f"waited at {worker} behind {late.ahead()} requests{with_tokens}"
+    return text + ("" if attempt is None else _alternative(attempt)), worker
 
 
 def _alternative(attempt: AttemptFacts) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
 
 from dynamo.core.errors import InstanceGone, WorkerDraining, WorkerFailed
-from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
 from dynamo.operations.observer.stages import STAGES, UNKNOWN, find_stages, slowest_attempts
 from dynamo.telemetry.story import AttemptFacts, EndedStory
@@ -46,7 +45,7 @@ class Surroundings(msgspec.Struct):
     as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
     salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
     by worker, (placed, from, until, tokens). `answered`: when each worker last ended an answer.
-    `live`: the workers that report their load. `moves`: those of requests that lost their worker,
+    `moves`: those of requests that lost their worker,
     by the worker to which they went, (from, until, lost worker, name of the cause)."""
 
     pauses: dict[str, deque[tuple[float, float]]] = {}
@@ -56,7 +55,6 @@ class Surroundings(msgspec.Struct):
     marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
     prefills: dict[str, deque[tuple[float, float, float, int]]] = {}
     answered: dict[str, float] = {}
-    live: Container[str] = ()
     moves: dict[str, deque[tuple[float, float, str, str]]] = {}
 
     def add_moves(self, story: EndedStory) -> None:
@@ -85,8 +83,7 @@ class Surroundings(msgspec.Struct):
                 prefills.append((placed_s, began_s, until_s, tokens))
 
     def add_loads(self, loads: Mapping[str, Load]) -> None:
-        """Note which workers report their load, and the pauses of their event loops."""
-        self.live = {split_worker_name(name)[0] for name in loads}
+        """Note the last pauses of the event loops of workers."""
         for worker, load in loads.items():
             if load.last_pause is not None:
                 pauses = self.pauses.setdefault(worker, deque(maxlen=MAX_PAUSES))
@@ -103,8 +100,8 @@ class Surroundings(msgspec.Struct):
             del self.answered[next(iter(self.answered))]
 
     def lived_on(self, worker: str, at_s: float) -> bool:
-        """Return whether a worker has answered after a time, or is there now."""
-        return self.answered.get(worker, 0.0) > at_s or worker in self.live
+        """Return whether a worker has answered after a time."""
+        return self.answered.get(worker, 0.0) > at_s
 
     def plane_between(self, process: str, began_s: float, ended_s: float) -> str | None:
         """Return why a plane was away for a process in that time; None if none was."""
