@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import kubernetes_validate
 from tests.support.kubernetes import APPLY, KubernetesClient, account_environment
 
 from dynamo.communication.kubernetes.link import open_link
@@ -21,8 +19,7 @@ from dynamo.services.operator.loop import OperatorLoop
 from dynamo.services.operator.pod_load import ReadLoad
 from dynamo.testing.kubernetes.cluster import NODE, Cluster
 from dynamo.testing.kubernetes.controllers.loop import Controller
-from dynamo.testing.kubernetes.failures import WrongField
-from dynamo.testing.kubernetes.kinds import Kind, Object
+from dynamo.testing.kubernetes.kinds import Object
 from dynamo.testing.kubernetes.store import Change
 
 GRAPHS = "/apis/nvidia.com/v1beta1/namespaces/default/dynamographdeployments"
@@ -196,27 +193,6 @@ class GraphCluster:
         async with asyncio.timeout(UNTIL_S):
             while not condition():
                 await asyncio.sleep(0.005)
-
-
-def built_in_problems(kind: Kind, version: str, item: Object) -> Iterable[WrongField]:
-    """Yield what is wrong with a Deployment by the schema of Kubernetes."""
-    if kind.name != "Deployment":
-        return
-    try:
-        kubernetes_validate.validate(
-            {**item, "apiVersion": kind.api_version(version), "kind": kind.name},
-            "1.37",
-            strict=True,
-        )
-    except kubernetes_validate.ValidationError as error:
-        path = ""
-        for step in error.path:
-            path += f"[{step}]" if isinstance(step, int) else f".{step}"
-        unknown = re.findall(r"'(\w+)' was unexpected", error.message)
-        if not unknown:
-            yield WrongField(path[1:], "FieldValueInvalid", error.message)
-        for name in unknown:
-            yield WrongField(f"{path}.{name}"[1:], "Unknown", "")
 
 
 def graph(*components: Mapping[str, Any], name: str = "llm", **spec: Any) -> dict[str, Any]:

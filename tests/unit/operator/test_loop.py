@@ -14,7 +14,6 @@ from tests.support.kubernetes_graphs import (
     DEPLOYMENTS,
     GRAPHS,
     GraphCluster,
-    built_in_problems,
     component,
     graph,
 )
@@ -171,6 +170,11 @@ WRONG = [
         f"{POD}.serviceAccountName: there is no ServiceAccount 'nobody'",
     ),
     (
+        {"ports": [{"containerPort": 70000}]},
+        {},
+        f"{POD}.containers[0].ports[0].containerPort: Invalid value: 70000: must be between 1 and",
+    ),
+    (
         {},
         {"priorityClassName": "hgih"},
         f"{POD}.priorityClassName: there is no PriorityClass 'hgih'; did you mean 'high'?",
@@ -182,7 +186,6 @@ WRONG = [
 async def test_what_only_the_server_knows_is_told_by_field(
     cluster: GraphCluster, main: dict[str, object], pod: dict[str, object], text: str
 ) -> None:
-    cluster.server.objects.strict_built_in = built_in_problems
     await cluster.client.create(
         "/apis/scheduling.k8s.io/v1/priorityclasses", {"metadata": {"name": "high"}, "value": 9}
     )
@@ -205,6 +208,16 @@ async def test_a_missing_reference_that_comes_is_noticed(cluster: GraphCluster) 
         "/api/v1/namespaces/default/secrets", {"metadata": {"name": "token"}}
     )
     await cluster.until(lambda: cluster.condition("SpecValid")[0] == "True")
+
+
+async def test_a_wrong_label_of_pods_is_told(cluster: GraphCluster) -> None:
+    await cluster.operator()
+    part = component("Frontend", "frontend")
+    part["podTemplate"]["metadata"] = {"labels": {"team": "a b"}}
+    await cluster.apply(graph(part))
+    await cluster.until(lambda: cluster.condition("SpecValid")[0] == "False")
+    path = "spec.components[0].podTemplate.metadata.labels"
+    assert cluster.condition("SpecValid")[2].startswith(f'{path}: Invalid value: "a b": a valid')
 
 
 async def test_an_unknown_priority_class_of_a_graph_is_told(cluster: GraphCluster) -> None:

@@ -23,12 +23,12 @@ from dynamo.communication.kubernetes.link import (
     KubernetesLink,
 )
 from dynamo.communication.kubernetes.reflector import Metadata, ObjectChange, Reflector
-from dynamo.core.errors import ConfigError, PlaneUnavailable
+from dynamo.core.errors import ConfigError, PlaneUnavailable, nearest_name_hint
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.operator.difference import lacks
 from dynamo.operations.operator.kinds import ADAPTER, BETA, GRAPH, GROUP
 from dynamo.operations.operator.names import APPLIED, GRAPH_LABEL, OPERATOR, bounded, digest
-from dynamo.operations.operator.rules import PRIORITY_CLASS
+from dynamo.operations.operator.rules import PRIORITY_CLASS, Reference
 from dynamo.operations.operator.workloads import (
     API_VERSIONS,
     CLIQUE_SET,
@@ -238,6 +238,14 @@ class ClusterView:
             item: Object = msgspec.json.decode(body)
             return item
         return None
+
+    async def missing_hint(self, reference: Reference, namespace: str) -> str | None:
+        """Return what to add to the message that an object is missing, None if it is there."""
+        name = reference.name
+        if reference.kind != PRIORITY_CLASS:
+            return None if await self.read(reference.kind, namespace, name) else ""
+        names = [item["metadata"]["name"] for item in await self.list(PRIORITY_CLASS)]
+        return None if name in names else f"; {nearest_name_hint(name, names)}"
 
     async def list(self, kind: str) -> list[Object]:
         """Return all objects of a kind in the cluster, as they are now."""

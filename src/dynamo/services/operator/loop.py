@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.communication.kubernetes.link import INVALID, ApiServerError, KubernetesLink
 from dynamo.core.clock import Backoff, Clock
-from dynamo.core.errors import DynamoError, nearest_name_hint
+from dynamo.core.errors import DynamoError
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.operations.operator.desired import adapter_status, desired
 from dynamo.operations.operator.gangs import GatedGraph, is_gated, wants_gangs
@@ -22,13 +22,7 @@ from dynamo.operations.operator.kinds import ADAPTER, GRAPH
 from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
-from dynamo.operations.operator.rules import (
-    PRIORITY_CLASS,
-    Reference,
-    check_graph,
-    manifest_path,
-    references,
-)
+from dynamo.operations.operator.rules import check_graph, manifest_path, references
 from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs
 from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
@@ -261,7 +255,7 @@ class OperatorLoop:
             state.missing = [
                 Problem(reference.path, f"there is no {reference.kind} {reference.name!r}{hint}")
                 for reference in references(wanted.check)
-                if (hint := await self._missing_hint(reference, namespace)) is not None
+                if (hint := await self.cluster.missing_hint(reference, namespace)) is not None
             ]
         if state.checked != now:
             state.refused = []
@@ -270,15 +264,6 @@ class OperatorLoop:
                 if key in wanted.templates and self._is_new(item, observed.objects.get(key)):
                     state.refused += await self._refusals(item, key, wanted)
         state.checked = now
-
-    async def _missing_hint(self, reference: Reference, namespace: str) -> str | None:
-        """Return what to add to the message that an object is missing, None if it is there."""
-        name = reference.name
-        if reference.kind == PRIORITY_CLASS:
-            classes = await self.cluster.list(PRIORITY_CLASS)
-            names = [item["metadata"]["name"] for item in classes]
-            return None if name in names else f"; {nearest_name_hint(name, names)}"
-        return None if await self.cluster.read(reference.kind, namespace, name) else ""
 
     def _is_new(self, item: Object, live: Object | None) -> bool:
         if live is None:
@@ -371,7 +356,8 @@ def pod_problems(
     problems = []
     for cause in error.details.get("causes") or [{"message": error.message.split(": ", 1)[-1]}]:
         match = POD_FIELD.search(cause.get("field") or cause["message"])
-        own = match and own_path(match[1], template, component.pod_template)
+        field = match and re.sub("^(labels|annotations)$", r"metadata.\1", match[1])
+        own = field and own_path(field, template, component.pod_template)
         path = f"spec.components[{number}].podTemplate{'.' + own if own else ''}"
         text = cause.get("message", "")
         problems.append(Problem(manifest_path(path, wanted.check.paths), text))

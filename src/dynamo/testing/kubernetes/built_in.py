@@ -12,6 +12,7 @@ from dynamo.testing.kubernetes.kinds import Kind, Object
 from dynamo.testing.kubernetes.selectors import structured_selector
 
 _QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+|[KMGTPE]i|[numkMGTPE])?")
+_LABEL = re.compile("(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?")
 _SCALES = {
     "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
@@ -159,6 +160,7 @@ def check(kind: Kind, item: Object, old: Object | None) -> Iterator[WrongField]:
     """Yield what is wrong with a built-in object, or with its change."""
     spec = item.get("spec")
     before = (old or {}).get("spec") or {}
+    yield from _check_labels(item["metadata"], "metadata.labels")
     if not isinstance(spec, dict):
         return
     if kind.id == "pods":
@@ -173,6 +175,7 @@ def check(kind: Kind, item: Object, old: Object | None) -> Iterator[WrongField]:
         if old is not None and before.get("selector") != selector:
             text = "Invalid value: field is immutable"
             yield WrongField("spec.selector", "FieldValueInvalid", text)
+        yield from _check_labels(template.get("metadata") or {}, "spec.template.labels")
         labels = (template.get("metadata") or {}).get("labels") or {}
         if selector and not structured_selector(selector)(labels):
             text = "Invalid value: `selector` does not match template `labels`"
@@ -206,10 +209,26 @@ def check_pod(spec: Object, path: str) -> Iterator[WrongField]:
             if mount.get("name") not in volumes:
                 text = f'Not found: "{mount.get("name")}"'
                 yield WrongField(f"{below}.volumeMounts[{number}].name", "FieldValueNotFound", text)
+        for number, port in enumerate(container.get("ports") or ()):
+            if not 1 <= port["containerPort"] <= 65535:
+                text = f"Invalid value: {port['containerPort']}: must be between 1 and 65535, "
+                where = f"{below}.ports[{number}].containerPort"
+                yield WrongField(where, "FieldValueInvalid", f"{text}inclusive")
         yield from _check_resources(container.get("resources") or {}, f"{below}.resources")
     policy = spec.get("restartPolicy", "Always")
     if policy not in (choices := ("Always", "OnFailure", "Never")):
         yield _unsupported(f"{path}.restartPolicy", policy, choices)
+
+
+def _check_labels(metadata: Object, path: str) -> Iterator[WrongField]:
+    for value in (metadata.get("labels") or {}).values():
+        if not _LABEL.fullmatch(value):
+            text = (
+                f'Invalid value: "{value}": a valid label must be an empty string or consist of '
+                "alphanumeric characters, '-', '_' or '.', and must start and end with an "
+                "alphanumeric character"
+            )
+            yield WrongField(path, "FieldValueInvalid", text)
 
 
 def _check_resources(resources: Object, path: str) -> Iterator[WrongField]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from dynamo.core.clock import Clock
 from dynamo.testing.kubernetes import built_in, ownership, patches, rules
 from dynamo.testing.kubernetes.failures import ApiFailure, WrongField, invalid, not_found
 from dynamo.testing.kubernetes.kinds import BUILT_IN, Kind, Object
+from dynamo.testing.kubernetes.published import published_schema
 from dynamo.testing.kubernetes.schema import fill_defaults, prune, validate
 from dynamo.testing.kubernetes.selectors import get_path
 from dynamo.testing.kubernetes.store import ClusterStore, Key
@@ -53,7 +54,6 @@ class ClusterObjects:
     def __init__(self, store: ClusterStore, clock: Clock) -> None:
         self.store = store
         self.kinds: dict[str, Kind] = {kind.id: kind for kind in BUILT_IN}
-        self.strict_built_in: Callable[[Kind, str, Object], Iterable[WrongField]] = lambda *_: ()
         self._clock = clock
 
     def now(self) -> str:
@@ -275,21 +275,20 @@ class ClusterObjects:
         """Return an object with defaults, without unknown fields. Raises 422 for wrong ones."""
         kind = target.kind
         schema = kind.schemas.get(target.version)
-        causes: list[WrongField] = []
-        if schema is None:
-            causes = list(self.strict_built_in(kind, target.version, item))
-            self._tell_unknown([c.field for c in causes if c.reason == "Unknown"], write)
-            causes = [cause for cause in causes if cause.reason != "Unknown"]
-            if not causes:
-                item = built_in.fill_defaults(kind, item)
-                causes = list(built_in.check(kind, item, old))
-        else:
-            dropped: list[str] = []
-            item = fill_defaults(schema, prune(schema, item, "", dropped, root=True))
+        published = None if schema else published_schema(kind, target.version)
+        dropped: list[str] = []
+        if known := schema or published:
+            item = prune(known, item, "", dropped, root=True)
             self._tell_unknown(dropped, write)
-            causes = list(validate(schema, item, ""))
-            if not causes:
-                causes = list(rules.check(schema, item, old, ""))
+            item = fill_defaults(schema, item) if schema else item
+        causes = list(validate(known, item, "")) if known else []
+        if causes:
+            pass
+        elif schema:
+            causes = list(rules.check(schema, item, old, ""))
+        else:
+            item = built_in.fill_defaults(kind, item)
+            causes = list(built_in.check(kind, item, old))
         if not causes and kind.id == DEFINITIONS:
             causes = list(_wrong_rules(item))
         if causes:
