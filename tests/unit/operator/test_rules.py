@@ -271,6 +271,18 @@ def test_a_wrong_graph_is_refused_by_field(
             "decoder",
             "spec.services.Decode.subComponentType: no effect: 'decoder' with componentType 'work",
         ),
+        (
+            GRAPH,
+            "topologyConstraint",
+            {"clusterTopologyName": "dgx", "packDomain": "rack"},
+            "spec.topologyConstraint.clusterTopologyName: no effect: packDomain is a label of nod",
+        ),
+        (
+            changed(GRAPH, f"{C1}/multinode", {"nodeCount": 2}),
+            f"{C1}/topologyConstraint",
+            {"packDomain": "rack"},
+            "spec.components[1].topologyConstraint: no effect: Grove or LeaderWorkerSet places r",
+        ),
         (SERVICES, "pvcs", [{"name": "w", "create": True}], "spec.pvcs[0].create: claims are not"),
     ],
 )

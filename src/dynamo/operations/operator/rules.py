@@ -279,10 +279,16 @@ def _notes(check: GraphCheck, spec: GraphSpec) -> Iterator[Problem]:
     for attribute, reason in NO_EFFECT_GRAPH.items():
         if getattr(spec, attribute):
             yield Problem(f"spec.{_camel(attribute)}", f"no effect: {reason}")
+    if spec.topology_constraint and spec.topology_constraint.cluster_topology_name:
+        text = "no effect: packDomain is a label of nodes, or zone, block, rack, host"
+        yield Problem("spec.topologyConstraint.clusterTopologyName", text)
     for number, component in enumerate(spec.components):
         for attribute, reason in NO_EFFECT_COMPONENT.items():
             if getattr(component, attribute):
                 yield Problem(check.field(number, _camel(attribute)), f"no effect: {reason}")
+        if component.topology_constraint and component.multinode:
+            text = "no effect: Grove or LeaderWorkerSet places replicas of several nodes"
+            yield Problem(check.field(number, "topologyConstraint"), text)
         if component.type in NO_PODS:
             yield Problem(check.field(number, "type"), f"no pods: {NO_PODS[component.type]}")
     yield from _planner_notes(check, spec)

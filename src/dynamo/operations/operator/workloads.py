@@ -32,8 +32,8 @@ API_VERSIONS = {
     CLIQUE_SET: f"{GROVE}/v1alpha1",
     LEADER_SET: f"{LEADER_WORKER}/v1",
 }
-CLIQUE_SET_NAME = 45
-"""Grove adds suffixes to the name."""
+CLIQUE_SET_NAME = 45 - len("replica" + "leader")
+"""Grove bounds the names of a set, a scaling group and a clique together."""
 
 
 class Workload(msgspec.Struct, frozen=True):
