@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -17,9 +11,8 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 from tests.conftest import until
+from tests.support.laptop_cluster import KUBECTL, kubectl, laptop_cluster
 
-SCRIPTS = Path(sysconfig.get_path("scripts"))
-KUBECTL = SCRIPTS / "kubectl"
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
@@ -53,31 +46,8 @@ spec:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Yield the environment of kubectl for a cluster that is a process of its own."""
-    folder = tmp_path_factory.mktemp("cluster")
-    env = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dynamo.testing.kubernetes"], env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := re.search("KUBECONFIG=(.+)", line):
-            yield {**env, "KUBECONFIG": match[1], "HOME": str(folder)}
-            break
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
-    assert not list(folder.glob("kube-*"))
-
-
-def kubectl(env: dict[str, str], *arguments: str, text: str = "") -> str:
-    done = subprocess.run(
-        [KUBECTL, *arguments], env=env, input=text, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with laptop_cluster(tmp_path_factory.mktemp("cluster")) as env:
+        yield env
 
 
 def address_of(env: dict[str, str], service: str) -> str:
@@ -167,23 +137,3 @@ def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     kubectl(cluster, "uncordon", "node-0")
     kubectl(cluster, "delete", "deploy/web", "svc/web")
     kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")
-
-
-@pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm")
-def test_helm_installs_upgrades_and_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "templates").mkdir()
-    (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: web, version: 0.1.0}")
-    (tmp_path / "values.yaml").write_text("replicas: 1")
-    text = WEB.replace("replicas: 2", "replicas: {{ .Values.replicas }}")
-    (tmp_path / "templates" / "web.yaml").write_text(text)
-    wait = ("--wait", "--timeout=90s")
-    for words in (
-        ("install", "web", str(tmp_path), *wait),
-        ("upgrade", "web", str(tmp_path), "--set=replicas=2", *wait),
-        ("rollback", "web", "1", *wait),
-    ):
-        subprocess.run(["helm", *words], env=cluster, check=True, capture_output=True, timeout=100)
-    assert kubectl(cluster, "get", "deploy", "web", "-o=jsonpath={.spec.replicas}") == "1"
-    subprocess.run(["helm", "uninstall", "web", *wait], env=cluster, check=True, timeout=100)
-    assert not kubectl(cluster, "get", "deploy,svc", "-o", "name")
-    assert "helm" not in kubectl(cluster, "get", "secrets", "-o", "name")

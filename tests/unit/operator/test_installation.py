@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+from tests.support.helm import find_helm
 
 from dynamo.operations.operator.manifests import read_manifests
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 CHART = DEPLOY / "helm" / "dynamo"
 KUBECTL = Path(sysconfig.get_path("scripts")) / "kubectl"
-HELM = shutil.which("helm")
 
 
 def run(*command: object) -> list[dict[str, Any]]:
@@ -49,15 +48,17 @@ def test_kustomize_makes_valid_objects() -> None:
     check(run(KUBECTL, "kustomize", DEPLOY / "kubernetes"))
 
 
-@pytest.mark.skipif(HELM is None, reason="needs helm")
 def test_the_chart_makes_valid_objects_with_the_same_rights() -> None:
-    plain = run(HELM, "template", "x", CHART)
+    helm = find_helm()
+    if helm is None:
+        pytest.skip("helm is not to be had")
+    plain = run(helm, "template", "x", CHART)
     check(plain)
     (role,) = (item for item in plain if item["kind"] == "ClusterRole")
     shipped = read_manifests((DEPLOY / "kubernetes" / "operator.yaml").read_text(), "operator")
     (wanted,) = (item for item in shipped if item["kind"] == "ClusterRole")
     assert role["rules"] == wanted["rules"]
-    limited = run(HELM, "template", "x", CHART, "--set", "watchNamespace=lab,keepCrds=false")
+    limited = run(helm, "template", "x", CHART, "--set", "watchNamespace=lab,keepCrds=false")
     check(limited)
     roles = {item["kind"]: item for item in limited if item["kind"] in ("Role", "ClusterRole")}
     assert roles["Role"]["metadata"]["namespace"] == "lab"
