@@ -54,6 +54,17 @@ def test_a_late_piece_is_asked_of_a_second_peer(scheduler: PieceScheduler) -> No
     assert {number for _, number in requests} == first
 
 
+def test_a_late_piece_that_has_come_is_not_asked_again(scheduler: PieceScheduler) -> None:
+    scheduler.add_pieces("silent", [0])
+    scheduler.next_requests(0.0)
+    scheduler.add_pieces("sound", [0])
+    assert scheduler.next_requests(1.0) == [("sound", 0)]
+    scheduler.on_bytes("sound", 1.1)
+    scheduler.on_received("sound", 0, 1.2)
+    assert scheduler.next_requests(1.2) == []
+    assert scheduler.silent(1.2) == ["silent"]
+
+
 def test_requests_of_a_removed_peer_are_made_again(scheduler: PieceScheduler) -> None:
     scheduler.add_pieces("a", [3])
     assert scheduler.next_requests(0.0) == [("a", 3)]

@@ -197,6 +197,8 @@ class Download:
         await self._wait()
 
     async def _finish(self, fetched: PartialModel) -> ShelfModel:
+        for peer in self._scheduler.silent(self._clock.now()):
+            self._leave_out(peer, "it has sent nothing")
         shelf, offload, revision = self._store.shelf, self._clock.offload, self._spec.revision
         model = await offload(shelf.finish, fetched, revision, self._progress)
         whole = await offload(offer_whole, model)

@@ -128,6 +128,15 @@ class PieceScheduler:
             if peer.open and now - max(peer.active_at, min(peer.open.values())) > HANG_S
         ]
 
+    def silent(self, now: float) -> list[str]:
+        """Return the peers that have sent nothing at all, though a piece of theirs is late."""
+        late = now - self._late_s()
+        return [
+            name
+            for name, peer in self._peers.items()
+            if peer.open and not peer.active_at and min(peer.open.values()) < late
+        ]
+
     def _choose(self, peer: _Peer, now: float) -> int | None:
         """Return the rarest piece of a peer that nobody is asked for, else a late one."""
         best, rarity, seen = None, 0, 0
@@ -149,16 +158,23 @@ class PieceScheduler:
 
     def _late_piece(self, peer: _Peer, now: float) -> int | None:
         """Return the piece of a peer that is longest overdue at one other peer."""
-        typical_s = median(self._durations) if self._durations else 0.0
-        limit = max(MIN_SLOW_S, SLOW_FACTOR * typical_s)
+        limit = self._late_s()
         late = [
             (began, number)
             for other in self._peers.values()
             if other is not peer
             for number, began in other.open.items()
-            if now - began > limit and number in peer.pieces and self._asked[number] == 1
+            if now - began > limit
+            and number in self.missing
+            and number in peer.pieces
+            and self._asked[number] == 1
         ]
         return min(late)[1] if late else None
+
+    def _late_s(self) -> float:
+        """Return the seconds after which a piece is late."""
+        typical_s = median(self._durations) if self._durations else 0.0
+        return max(MIN_SLOW_S, SLOW_FACTOR * typical_s)
 
     def _is_source_piece(self, number: int) -> bool:
         return not self._counts.get(number) and not self._asked.get(number)
