@@ -59,8 +59,9 @@ def deployment(model: str, workers: int, *more: str, shared: bool = True) -> Ite
     """Yield a deployment of native workers that serves."""
     url = f"http://127.0.0.1:{free_port()}"
     code = MAIN if shared else f"{PRIVATE}; {MAIN}"
-    command = [sys.executable, "-c", code, "run", model, "out=native", "--model-name", "smol"]
-    command += ["--workers", str(workers), "--http-port", url.rsplit(":", 1)[1], *BLOCKS, *more]
+    command = [sys.executable, "-c", code, "run", *filter(None, [model]), "out=native"]
+    command += ["--model-name", "smol", "--workers", str(workers), *BLOCKS, *more]
+    command += ["--http-port", url.rsplit(":", 1)[1]]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         server = Server(url, [], [], [child])
         try:
