@@ -28,7 +28,7 @@ help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 # Two stamps: what serves a model, and what checks and tests need besides. Packages are pinned with
-# hashes (make lock). run.txt is complete and omits the hub's libraries, hence --no-deps.
+# hashes (make lock). run.txt is complete and omits huggingface_hub, hence --no-deps.
 $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py requirements/build.txt requirements/run.txt
 	@$(PIP)
 	@echo "make: installing the packages of requirements/run.txt into $(VENV), 140 MB, once"

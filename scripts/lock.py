@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
 LOCKS = {
-    "test": ("hub", "etcd", "nats", "test", "check"),
-    "image": ("hub", "etcd", "nats", "s3", "zstd"),
+    "test": ("etcd", "nats", "test", "check"),
+    "image": ("etcd", "nats", "s3", "zstd"),
     "run": (),
 }
 """Name of a file -> the extras in it. The others have the versions of the first one."""
@@ -34,7 +34,7 @@ HEAD = "# {purpose} Written by `make lock` from pyproject.toml.\n"
 PURPOSES = {
     "build": "Builds this package and those without wheels.",
     "test": "Everything for checks and tests (`make setup`).",
-    "image": "The server with hub, etcd and NATS (the image).",
+    "image": "The server with etcd and NATS (the image).",
     "run": "The server (`make run`). Complete: install it with --no-deps.",
     "nixl": "Transfers of KV blocks by NIXL (`make setup`). Install it with --no-deps.",
 }

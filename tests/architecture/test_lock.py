@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {
     "run": (),
-    "image": ("hub", "etcd", "nats", "s3", "zstd"),
-    "test": ("hub", "etcd", "nats", "test", "check"),
+    "image": ("etcd", "nats", "s3", "zstd"),
+    "test": ("etcd", "nats", "test", "check"),
     "nixl": ("nixl",),
 }
 FILES = ("build", *EXTRAS)

@@ -30,7 +30,7 @@ def test_a_checkout_is_installed_as_such() -> None:
 def test_pip_accepts_the_command() -> None:
     offline = ["--dry-run", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     ended = subprocess.run(
-        [*shlex.split(install_command("hub")), *offline], capture_output=True, text=True
+        [*shlex.split(install_command("s3")), *offline], capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert "does not provide the extra" not in ended.stderr
@@ -40,7 +40,7 @@ def test_an_installed_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         installation, "__file__", "/opt/lib/python3/site-packages/dynamo/core/installation.py"
     )
-    assert shlex.split(install_command("hub"))[-1] == "dynamo-python[hub]"
+    assert shlex.split(install_command("s3"))[-1] == "dynamo-python[s3]"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_environments_without_pip(
 ) -> None:
     monkeypatch.setattr(installation, "has_pip", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda _: uv)
-    assert shlex.split(install_command("hub"))[: len(start)] == start
+    assert shlex.split(install_command("s3"))[: len(start)] == start
 
 
 def test_finders_are_not_asked_for_pip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_finders_are_not_asked_for_pip(monkeypatch: pytest.MonkeyPatch) -> None:
             searches.append(name)
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    assert " -m pip install " in install_command("hub")
+    assert " -m pip install " in install_command("s3")
     assert searches == []
 
 

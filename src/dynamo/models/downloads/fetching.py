@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread
+from typing import TypeVar
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.downloads.bucket import BucketSource
@@ -21,15 +22,17 @@ from dynamo.models.downloads.sources import (
     SourceUnavailable,
 )
 from dynamo.models.file_cache import ProgressCallback, ignore_progress
+from dynamo.models.shelf.manifest import Manifest
 from dynamo.models.shelf.partial import PartialModel
 from dynamo.models.shelf.shelf import Shelf, ShelfModel
 
+T = TypeVar("T")
 READ_THREADS = 3
 """Pieces that one process reads from a source at a time."""
 MAX_ATTEMPTS = 6
 """Attempts in a row to read from a source without a byte."""
 FIRST_DELAY_S = 0.5
-LOCK_POLL_S = 0.2
+POLL_S = 0.2
 STOP_TIMEOUT_S = 3.0
 """A thread that reads from a source may take this long to stop."""
 
@@ -105,60 +108,71 @@ def _check(stopped: Event) -> None:
         raise stopped_error()
 
 
-class _SourceReader:
-    """Reads pieces from a source in several threads, which wait together while it is busy."""
+class SourceReader:
+    """Reads a model from its source, in several threads. While the source is busy, one of them
+    waits for all and calls `on_busy(text, seconds)`. All methods block until `stopped` is set and
+    raise `ModelUnavailable`."""
 
     def __init__(
-        self, partial: PartialModel, source: Source, progress: ProgressCallback, stopped: Event
+        self, source: Source, stopped: Event, on_busy: Callable[[str, float], object]
     ) -> None:
-        self._partial = partial
-        self._source = source
-        self._progress = progress
+        self.source = source
         self._stopped = stopped
+        self._on_busy = on_busy
         self._busy = Lock()
-        self._error: Exception | None = None
 
-    def run(self) -> None:
-        """Fetch all that is missing. The first error stops all threads."""
-        partial = self._partial
-        missing = [
-            piece.number for piece in partial.manifest.pieces if piece.number not in partial.digests
-        ]
-        self._missing = deque(missing)
-        threads = [Thread(target=self._fetch_all, daemon=True) for _ in range(READ_THREADS)]
+    def resolve(self, known: list[Manifest]) -> Manifest:
+        """Return the manifest of the commit that the revision means now."""
+        return self._ask(lambda: self.source.resolve(known))
+
+    def fetch(self, partial: PartialModel, number: int) -> int:
+        """Store a piece. Returns the bytes that were read now."""
+        return self._ask(lambda: fetch_piece(partial, self.source, number, self._stopped))
+
+    def fetch_all(self, partial: PartialModel, progress: ProgressCallback) -> None:
+        """Store all pieces that are missing. The first error stops all threads."""
+        manifest, errors = partial.manifest, list[Exception]()
+        missing = deque(
+            piece.number for piece in manifest.pieces if piece.number not in partial.digests
+        )
+
+        def work() -> None:
+            try:
+                while missing and not self._stopped.is_set():
+                    with suppress(IndexError):  # another thread was faster
+                        self.fetch(partial, missing.popleft())
+                    progress(f"fetching {manifest.name}", partial.done_bytes, manifest.size_bytes)
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                self._stopped.set()
+
+        threads = [Thread(target=work, daemon=True) for _ in range(READ_THREADS)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive() and not self._stopped.is_set():
-                thread.join(LOCK_POLL_S)
+        while any(thread.is_alive() for thread in threads) and not self._stopped.wait(POLL_S):
+            pass
         for thread in threads:
             thread.join(STOP_TIMEOUT_S)
-        if self._error is not None:
-            raise self._error
+        if errors:
+            raise errors[0]
         _check(self._stopped)
 
-    def _fetch_all(self) -> None:
-        try:
-            while self._missing and not self._stopped.is_set():
-                with suppress(IndexError):  # another thread was faster
-                    self._fetch(self._missing.popleft())
-        except Exception as error:  # noqa: BLE001 - raised by `run`
-            self._error = self._error or error
-            self._stopped.set()
-
-    def _fetch(self, number: int) -> None:
+    def _ask(self, work: Callable[[], T]) -> T:
         while True:
-            with self._busy:  # a thread may wait for all
+            with self._busy:
                 _check(self._stopped)
             try:
-                fetch_piece(self._partial, self._source, number, self._stopped)
-                break
+                return work()
             except SourceBusy as error:
-                with self._busy:
-                    self._progress(error.message, 0, 0)
-                    self._stopped.wait(error.retry_after_s)
-        manifest = self._partial.manifest
-        self._progress(f"fetching {manifest.name}", self._partial.done_bytes, manifest.size_bytes)
+                if self._busy.acquire(blocking=False):
+                    wait_s = error.retry_after_s or 1.0
+                    try:
+                        self._on_busy(
+                            f"{error.message}: it is asked again in {wait_s:.0f} s", wait_s
+                        )
+                        self._stopped.wait(wait_s)
+                    finally:
+                        self._busy.release()
 
 
 def fetch_alone(
@@ -194,14 +208,8 @@ def fetch_from_source(
     """Fetch what the revision means now. The caller holds the model's lock. `on_start` is called
     before the first byte of a piece."""
     source = open_source(spec, with_weights=with_weights)
-    while True:
-        try:
-            manifest = source.resolve(shelf.started(spec.name))
-            break
-        except SourceBusy as error:
-            progress(error.message, 0, 0)
-            if stopped.wait(error.retry_after_s):
-                raise stopped_error() from None
+    reader = SourceReader(source, stopped, lambda text, _: progress(text, 0, 0))
+    manifest = reader.resolve(shelf.started(spec.name))
     commit = manifest.commit
     if (model := shelf.find(spec.name, commit, with_weights=with_weights)) is not None:
         shelf.name_commit(model.manifest, spec.revision)
@@ -209,7 +217,7 @@ def fetch_from_source(
     partial = shelf.open_partial(manifest, progress)
     try:
         on_start(partial)
-        _SourceReader(partial, source, progress, stopped).run()
+        reader.fetch_all(partial, progress)
         return shelf.finish(partial, spec.revision, progress)
     finally:
         partial.close()
@@ -223,5 +231,5 @@ def locked_model(shelf: Shelf, spec: ModelSpec, stopped: Event) -> Iterator[None
             if is_own:
                 yield
                 return
-        if stopped.wait(LOCK_POLL_S):
+        if stopped.wait(POLL_S):
             raise stopped_error()

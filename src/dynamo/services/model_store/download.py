@@ -13,11 +13,10 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import DynamoError, ModelUnavailable, Overloaded, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
-from dynamo.models.downloads.fetching import fetch_piece, offline_error, open_source
+from dynamo.models.downloads.fetching import SourceReader, offline_error, open_source
 from dynamo.models.downloads.sources import (
     ModelSpec,
     Source,
-    SourceBusy,
     SourceUnavailable,
     changed_error,
 )
@@ -65,9 +64,11 @@ class Download:
         self._key = key = model_key(spec, with_weights=with_weights)
         self._with_weights = with_weights
         self._progress = progress
-        self._source = source
+        self._loop = asyncio.get_running_loop()
+        self._stopped = Event()
+        on_busy = partial(self._loop.call_soon_threadsafe, self._on_busy)
+        self._reader = SourceReader(source, self._stopped, on_busy) if source else None
         self._source_manifest: Manifest | None = None
-        self._source_asked_at = 0.0
         self._clock = store.runtime.clock
         self._tasks = BackgroundTasks(on_failure=self._on_failure)
         own = StoreRecord("fetching", is_store=store.is_store, reason="" if source else PEERS_ONLY)
@@ -77,7 +78,6 @@ class Download:
         self._left_out: dict[str, str] = {}
         self._peer_digests: dict[str, dict[int, bytes]] = {}
         self._peer_tasks: dict[str, list[asyncio.Task[None]]] = {}
-        self._stopped = Event()
         self._began = self._clock.now()
         self._partial: PartialModel | None = None
         self._offer: OfferedModel
@@ -136,26 +136,24 @@ class Download:
                     return await self._store.read_manifest(peer, self._key)
             except (DynamoError, TimeoutError) as error:
                 self._leave_out(peer, str(error) or "it does not answer")
-        if not await self._may_ask_source():
+        if not await self._records.elect():
             return None
-        started = await self._clock.offload(self._store.shelf.started, self._spec.name)
-        return await self._resolve(started)
-
-    async def _may_ask_source(self) -> bool:
-        asks = await self._records.elect()
-        return asks and self._clock.now() >= self._source_asked_at
+        return await self._resolve(
+            await self._clock.offload(self._store.shelf.started, self._spec.name)
+        )
 
     async def _resolve(self, known: list[Manifest]) -> Manifest | None:
-        """Ask the source which files the model has. None: it cannot be asked now."""
-        if self._source is None:
+        """Ask the source which files the model has. None: this process cannot ask it."""
+        if self._reader is None:
             return None
         try:
-            manifest = await run_in_daemon(partial(self._source.resolve, known))
+            resolve = partial(self._reader.resolve, known)
+            self._source_manifest = await run_in_daemon(resolve, self._stopped)
         except SourceUnavailable as error:
             await self._on_source_error(error)
-            return None
-        self._source_manifest = manifest
-        return manifest
+        else:
+            await self._on_source_answer()
+        return self._source_manifest
 
     async def _start(self, manifest: Manifest) -> PartialModel:
         """Begin to fetch the files of a manifest, and offer what is here of them."""
@@ -164,12 +162,7 @@ class Download:
         fetched = await self._clock.offload(open_partial, manifest, self._progress)
         offer = OfferedModel(fetched.manifest, fetched.read, tuple(fetched.digests.items()))
         self._offer = self._store.server.models[self._key] = offer
-        loop = asyncio.get_running_loop()
-
-        def on_piece(number: int, digest: bytes) -> None:
-            loop.call_soon_threadsafe(offer.add, number, digest)
-
-        fetched.on_piece = on_piece
+        fetched.on_piece = partial(self._loop.call_soon_threadsafe, offer.add)
         numbers = range(len(manifest.pieces))
         missing = (number for number in numbers if number not in fetched.digests)
         self._scheduler = PieceScheduler(missing, self._store.runtime.rng)
@@ -179,10 +172,7 @@ class Download:
     async def _step(self, fetched: PartialModel) -> None:
         """Make the requests that are due, and wait for what they bring."""
         now = self._clock.now()
-        may_ask = await self._may_ask_source()
-        if may_ask and self._records.own.reason:
-            await self._records.announce(reason="", again_s=0.0)  # the source is not busy any more
-        self._scheduler.use_source(may_ask)
+        self._scheduler.use_source(await self._records.elect())
         for peer in self._ready_peers():
             if peer not in self._peer_tasks:
                 self._start_call(peer, self._follow_peer(peer, fetched))
@@ -234,49 +224,55 @@ class Download:
             self._on_received(fetched, peer, number, size, began)
 
     async def _read_from_source(self, fetched: PartialModel, number: int) -> None:
-        source, began = self._source, self._clock.now()
+        reader, began = self._reader, self._clock.now()
         try:
             if self._source_manifest is None:
                 resolved = await self._resolve([fetched.manifest])
                 if resolved is not None and resolved.commit != fetched.manifest.commit:
                     raise changed_error(fetched.manifest)
-            if source is None or self._source_manifest is None:
+            if reader is None or self._source_manifest is None:
                 self._scheduler.on_failed(SOURCE, number)
                 return
-            work = partial(fetch_piece, fetched, source, number, self._stopped)
-            size = await run_in_daemon(work, self._stopped)
+            size = await run_in_daemon(partial(reader.fetch, fetched, number), self._stopped)
         except SourceUnavailable as error:
             self._scheduler.on_failed(SOURCE, number)
             await self._on_source_error(error)
         else:
             self._on_received(fetched, SOURCE, number, size, began)
+            await self._on_source_answer()
 
     def _on_received(
         self, fetched: PartialModel, peer: str, number: int, size: int, began: float
     ) -> None:
         now, name = self._clock.now(), self._spec.name
-        kind = PEER if peer or self._source is None else self._source.kind
+        kind = PEER if peer or self._reader is None else self._reader.source.kind
         FETCHED.add(kind, size, now - began)
         self._scheduler.on_received(peer, number, now)
         self._progress(f"fetching {name}", fetched.done_bytes, fetched.manifest.size_bytes)
         self._records.changed.set()
 
     async def _on_source_error(self, error: SourceUnavailable) -> None:
-        """Wait as a busy source asks, while all others wait for this process. A source that is out
-        of reach from here is left to another process."""
-        FETCHED.failures[self._source.kind if self._source else SOURCE] += 1
-        if not isinstance(error, SourceBusy):
-            self._error = error
-            await self._records.announce(asks_source=False, reason=error.message)
-            return
-        wait_s = error.retry_after_s or 1.0
-        if self._clock.now() < self._source_asked_at:
-            return  # another piece has met it already
-        self._source_asked_at = self._clock.now() + wait_s
-        text = f"{error.message}: it is asked again in {wait_s:.0f} s"
+        """Leave a source that is out of reach from here to another process."""
+        self._count_failure()
+        self._error = error
+        await self._records.announce(asks_source=False, reason=error.message)
+
+    def _on_busy(self, text: str, wait_s: float) -> None:
+        """Announce that a busy source is waited for, while all others wait for this process."""
+        self._count_failure()
         log.warning("the source of a model is busy", extra={"fields": {"reason": text}})
         self._progress(text, 0, 0)
-        await self._records.announce(reason=text, again_s=self._clock.wall() + wait_s)
+        again_s = self._clock.wall() + wait_s
+        self._tasks.start(self._records.announce(reason=text, again_s=again_s), "a busy source")
+
+    async def _on_source_answer(self) -> None:
+        """Announce that the source is not busy any more."""
+        if self._records.own.asks_source and self._records.own.reason:
+            await self._records.announce(reason="", again_s=0.0)
+
+    def _count_failure(self) -> None:
+        if self._reader is not None:
+            FETCHED.failures[self._reader.source.kind] += 1
 
     def _ready_peers(self) -> list[str]:
         """Return the peers that may have pieces: of the same commit, and not left out."""
