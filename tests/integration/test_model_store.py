@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from tests.conftest import Deployment, until
@@ -11,6 +12,7 @@ from tests.support.fake_hub import running_hub
 from tests.support.servers import EtcdProcess
 
 Host = Callable[..., Deployment]
+BYTES_FROM_HUB = 'dynamo_model_fetch_bytes_total{source="hub"}'
 CHAT = {
     "model": "default",
     "max_tokens": 4,
@@ -58,6 +60,10 @@ def test_a_worker_without_a_hub_serves_what_a_peer_has(
     with running_hub({"org/tiny": files}) as hub:
         first = host("first", "out=mock", "org/tiny", HF_ENDPOINT=hub.url)
         until(lambda: first.get("/health")[0] == 200, 60)
+    (supervisor,) = [each for each in first.processes() if each["role"] == "supervisor"]
+    with urlopen(f"{supervisor['status_url']}/metrics", timeout=10) as page:
+        (line,) = [each for each in page.read().decode().splitlines() if BYTES_FROM_HUB in each]
+    assert float(line.rpartition(" ")[2]) > len(files["tokenizer.json"])
     nowhere = "http://127.0.0.1:1"
     second = host("second", "out=mock", "org/tiny", HF_ENDPOINT=nowhere)
     until(lambda: "worker serves" in second.log.read_text(), 60)

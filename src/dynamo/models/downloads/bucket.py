@@ -1,8 +1,8 @@
 """Buckets as sources of models: `s3://BUCKET/FOLDER` or `s3://BUCKET/FILE.gguf`, `gs://`, `az://`.
 
 Credentials and addresses come from the environment, by the names that all clients use: of S3
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others, and those of
-GOOGLE_... and AZURE_...
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others, of the others
+GOOGLE_SERVICE_ACCOUNT, GOOGLE_BASE_URL, AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -34,8 +34,19 @@ READ_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = 5.0
 KEY_HINT: Final = "give them in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_METADATA_PATH: Final = "/latest/api/token"
-"""Where instances of a cloud ask for credentials if the environment has none."""
+_OTHER_ENDPOINTS: Final = ("GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_CREDENTIALS: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_SERVICE_ACCOUNT, the path of the key file of a service account",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+}
+_NO_CREDENTIALS: Final = (
+    "/latest/api/token",
+    "/computeMetadata/",
+    "/metadata/identity",
+    "Account must be specified",
+)
+"""Addresses at which instances of a cloud ask for credentials if the environment has none."""
 
 
 def open_bucket(
@@ -95,15 +106,16 @@ def find_access_problem(url: str, error: BaseException) -> tuple[str, str] | Non
     another kind."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
-    bucket, text = urlsplit(url).netloc, str(error)
-    if isinstance(error, FileNotFoundError) and "NoSuchBucket" in text:
+    parts, text = urlsplit(url), str(error)
+    bucket, credentials = parts.netloc, _CREDENTIALS[parts.scheme]
+    if any(code in text for code in ("NoSuchBucket", "ContainerNotFound")):
         return f"the bucket {bucket} does not exist", "create it, or correct the name"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        hint = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the rights of this key"
+    if any(mark in text for mark in _NO_CREDENTIALS):
+        return "there are no credentials for the object store", f"set {credentials}"
+    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+    if denied or "403 Forbidden" in text or "401 Unauthorized" in text:
+        hint = f"check {credentials}, and the rights of this key"
         return f"access to the bucket {bucket} is denied", hint
-    if _METADATA_PATH in text:
-        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        return "there are no credentials for the object store", hint
     if "redirect" in text.lower():
         return f"the bucket {bucket} is in another region", "set AWS_REGION"
     return None
@@ -177,7 +189,16 @@ class BucketSource:
         except ImportError as error:
             what, hint = "an object store needs the package obstore", install_command("s3")
             raise ConfigError(what, hint=hint) from error
-        return from_url(folder)
+        endpoints = (os.environ.get(name, "") for name in _OTHER_ENDPOINTS)
+        return from_url(
+            folder,
+            client_options={
+                "timeout": timedelta(seconds=READ_TIMEOUT_S),
+                "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+                "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
+            },
+            retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=READ_TIMEOUT_S)},
+        )
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:

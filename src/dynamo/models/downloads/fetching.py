@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread
+from time import monotonic
 from typing import TypeVar
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.downloads.bucket import BucketSource
+from dynamo.models.downloads.fetch_counts import FETCHED
 from dynamo.models.downloads.hub import HubSource
 from dynamo.models.downloads.sources import (
     BUCKET_SCHEMES,
@@ -125,9 +127,15 @@ class SourceReader:
         """Return the manifest of the commit that the revision means now."""
         return self._ask(lambda: self.source.resolve(known))
 
-    def fetch(self, partial: PartialModel, number: int) -> int:
-        """Store a piece. Returns the bytes that were read now."""
-        return self._ask(lambda: fetch_piece(partial, self.source, number, self._stopped))
+    def fetch(self, partial: PartialModel, number: int) -> None:
+        """Store a piece, and count what was read."""
+
+        def work() -> None:
+            began = monotonic()
+            size_bytes = fetch_piece(partial, self.source, number, self._stopped)
+            FETCHED.add(self.source.kind, size_bytes, monotonic() - began)
+
+        self._ask(work)
 
     def fetch_all(self, partial: PartialModel, progress: ProgressCallback) -> None:
         """Store all pieces that are missing. The first error stops all threads."""
@@ -163,7 +171,10 @@ class SourceReader:
                 _check(self._stopped)
             try:
                 return work()
-            except SourceBusy as error:
+            except SourceUnavailable as error:
+                FETCHED.failures[self.source.kind] += 1
+                if not isinstance(error, SourceBusy):
+                    raise
                 if self._busy.acquire(blocking=False):
                     wait_s = error.retry_after_s or 1.0
                     try:

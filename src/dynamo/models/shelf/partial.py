@@ -40,7 +40,7 @@ class PartialModel:
         self.folder = folder
         self.manifest = manifest
         self.digests: dict[int, bytes] = {}
-        self.on_piece: Callable[[int, bytes], None] = lambda *_: None
+        self.on_piece: Callable[[int, bytes], object] = lambda *_: None
         self._files: dict[int, int] = {}
         self._lock = threading.Lock()
 

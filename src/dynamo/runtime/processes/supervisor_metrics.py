@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, get_args
 
+from dynamo.models.downloads.fetch_counts import FETCHED
 from dynamo.runtime.deployment import ProcessState
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
@@ -65,6 +66,7 @@ def declare_supervisor_metrics(
         "1 while the disk of the state folder is full, otherwise 0",
         callback=lambda: float(bool(disk_space.warning)),
     )
+    FETCHED.declare(metrics)
 
 
 def list_scraped(children: Sequence[ChildProcess]) -> Sequence[ScrapedProcess]:

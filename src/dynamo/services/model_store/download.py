@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from threading import Event
 from typing import Any
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import DynamoError, ModelUnavailable, Overloaded, PlaneUnavailable
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
+from dynamo.models.downloads.fetch_counts import FETCHED, PEER
 from dynamo.models.downloads.fetching import SourceReader, offline_error, open_source
 from dynamo.models.downloads.sources import (
     ModelSpec,
@@ -26,7 +27,6 @@ from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable
 from dynamo.models.shelf.shelf import ShelfModel
 from dynamo.services.model_store.daemon_thread import run_in_daemon
 from dynamo.services.model_store.files import OfferedModel, offer_whole
-from dynamo.services.model_store.metrics import FETCHED, PEER
 from dynamo.services.model_store.records import PeerRecords, StoreRecord, model_key, store_prefix
 from dynamo.services.model_store.scheduler import SOURCE, PieceScheduler
 from dynamo.services.model_store.store import ModelStore
@@ -66,7 +66,7 @@ class Download:
         self._progress = progress
         self._loop = asyncio.get_running_loop()
         self._stopped = Event()
-        on_busy = partial(self._loop.call_soon_threadsafe, self._on_busy)
+        on_busy = self._from_threads(self._on_busy)
         self._reader = SourceReader(source, self._stopped, on_busy) if source else None
         self._source_manifest: Manifest | None = None
         self._clock = store.runtime.clock
@@ -109,6 +109,10 @@ class Download:
         while not self._partial.is_complete:
             await self._step(self._partial)
         return await self._finish(self._partial)
+
+    def _from_threads(self, callback: Callable[..., None]) -> Callable[..., object]:
+        """Return a function for any thread that calls `callback` in the event loop."""
+        return lambda *values: self._loop.call_soon_threadsafe(callback, *values)
 
     async def _wait(self) -> None:
         """Wait for changes. Raises what ends this download."""
@@ -162,7 +166,7 @@ class Download:
         fetched = await self._clock.offload(open_partial, manifest, self._progress)
         offer = OfferedModel(fetched.manifest, fetched.read, tuple(fetched.digests.items()))
         self._offer = self._store.server.models[self._key] = offer
-        fetched.on_piece = partial(self._loop.call_soon_threadsafe, offer.add)
+        fetched.on_piece = self._from_threads(offer.add)
         numbers = range(len(manifest.pieces))
         missing = (number for number in numbers if number not in fetched.digests)
         self._scheduler = PieceScheduler(missing, self._store.runtime.rng)
@@ -220,8 +224,7 @@ class Download:
         except DynamoError as error:
             self._leave_out(peer, error.message)
         else:
-            size = fetched.manifest.pieces[number].size_bytes
-            self._on_received(fetched, peer, number, size, began)
+            self._on_received(fetched, peer, number, began)
 
     async def _read_from_source(self, fetched: PartialModel, number: int) -> None:
         reader, began = self._reader, self._clock.now()
@@ -233,33 +236,29 @@ class Download:
             if reader is None or self._source_manifest is None:
                 self._scheduler.on_failed(SOURCE, number)
                 return
-            size = await run_in_daemon(partial(reader.fetch, fetched, number), self._stopped)
+            await run_in_daemon(partial(reader.fetch, fetched, number), self._stopped)
         except SourceUnavailable as error:
             self._scheduler.on_failed(SOURCE, number)
             await self._on_source_error(error)
         else:
-            self._on_received(fetched, SOURCE, number, size, began)
+            self._on_received(fetched, SOURCE, number, began)
             await self._on_source_answer()
 
-    def _on_received(
-        self, fetched: PartialModel, peer: str, number: int, size: int, began: float
-    ) -> None:
+    def _on_received(self, fetched: PartialModel, peer: str, number: int, began: float) -> None:
         now, name = self._clock.now(), self._spec.name
-        kind = PEER if peer or self._reader is None else self._reader.source.kind
-        FETCHED.add(kind, size, now - began)
+        if peer != SOURCE:
+            FETCHED.add(PEER, fetched.manifest.pieces[number].size_bytes, now - began)
         self._scheduler.on_received(peer, number, now)
         self._progress(f"fetching {name}", fetched.done_bytes, fetched.manifest.size_bytes)
         self._records.changed.set()
 
     async def _on_source_error(self, error: SourceUnavailable) -> None:
         """Leave a source that is out of reach from here to another process."""
-        self._count_failure()
         self._error = error
         await self._records.announce(asks_source=False, reason=error.message)
 
     def _on_busy(self, text: str, wait_s: float) -> None:
         """Announce that a busy source is waited for, while all others wait for this process."""
-        self._count_failure()
         log.warning("the source of a model is busy", extra={"fields": {"reason": text}})
         self._progress(text, 0, 0)
         again_s = self._clock.wall() + wait_s
@@ -269,10 +268,6 @@ class Download:
         """Announce that the source is not busy any more."""
         if self._records.own.asks_source and self._records.own.reason:
             await self._records.announce(reason="", again_s=0.0)
-
-    def _count_failure(self) -> None:
-        if self._reader is not None:
-            FETCHED.failures[self._reader.source.kind] += 1
 
     def _ready_peers(self) -> list[str]:
         """Return the peers that may have pieces: of the same commit, and not left out."""

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dynamo.communication.requests import FlowWindow
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, ModelUnavailable, NotFound, WorkerFailed
+from dynamo.models.downloads.fetch_counts import FETCHED
 from dynamo.models.downloads.fetching import is_offline
 from dynamo.models.downloads.sources import ModelSpec
 from dynamo.models.file_cache import FileRef, find_file, hash_file, store_file
@@ -37,7 +38,6 @@ from dynamo.services.model_store.files import (
     OfferedModel,
     offer_whole,
 )
-from dynamo.services.model_store.metrics import FETCHED
 from dynamo.services.model_store.records import PeerRecords, StoreRecord, model_key
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""Counts of what this process has fetched of models, by source."""
+"""Counts of what this process has fetched of models, by source: metrics of workers, stores and
+supervisors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PEER = "peer"
 
 
 class FetchCounts:
-    """Bytes, seconds and failures by source: hub, bucket, folder or peer."""
+    """Bytes, seconds and failures by source: hub, bucket, folder, index (of packages) or peer."""
 
     def __init__(self) -> None:
         self.size_bytes: Counter[str] = Counter()
@@ -33,7 +34,7 @@ class FetchCounts:
         ):
             registry.counter(
                 f"dynamo_model_fetch_{name}_total",
-                f"{text}, by source: hub, bucket, folder or peer.",
+                f"{text}, by source: hub, bucket, folder, index or peer.",
                 ("source",),
                 callback=partial(_by_source, counts),
             )
