@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -134,12 +134,13 @@ class Deployment:
         environ: dict[str, str],
         command: str = "run",
         folder: Path | None = None,
+        program: Sequence[str] = ("-m", "dynamo"),
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"run-{self.port}.log"
         self.environ = os.environ | environ
-        line = [sys.executable, "-m", "dynamo", command, *arguments, "--http-port", str(self.port)]
+        line = [sys.executable, *program, command, *arguments, "--http-port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 line, stdout=log, stderr=subprocess.STDOUT, env=self.environ, cwd=folder or home
@@ -219,10 +220,10 @@ def start(tmp_path: Path, runtime_environ: dict[str, str]) -> Iterator[Start]:
     deployments: list[Deployment] = []
 
     def start_deployment(
-        *arguments: object, ready: bool = True, command: str = "run", folder: Path | None = None
+        *arguments: object, ready: bool = True, command: str = "run", **options: Any
     ) -> Deployment:
         texts = [str(argument) for argument in arguments]
-        deployment = Deployment(texts, tmp_path, runtime_environ, command, folder)
+        deployment = Deployment(texts, tmp_path, runtime_environ, command, **options)
         deployments.append(deployment)
         if ready:
             deployment.wait_ready()

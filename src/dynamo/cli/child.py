@@ -16,6 +16,9 @@ def parser() -> Parser:
     parser.add_argument(
         "--fork-server", action="store_true", help="fork processes of the role by orders"
     )
+    parser.add_argument(
+        "--snapshot", action="store_true", help="load a model, and wait to be saved and restored"
+    )
     return parser
 
 
@@ -26,6 +29,10 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.services.deployment.launch import become_child, run_child
     from dynamo.services.deployment.user_service import USER_SERVICE_ROLE, run_user_service
 
+    if args.snapshot:
+        from dynamo.services.deployment.preload import preload_model
+
+        become_child(args.role, preload_model)
     if args.fork_server:
         become_child(args.role)
     if args.role == USER_SERVICE_ROLE:

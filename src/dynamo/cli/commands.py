@@ -49,6 +49,9 @@ COMMANDS = {
         "dynamo.cli.workers.sleep:SLEEP", "let workers give their memory back until they are woken"
     ),
     "wake": Command("dynamo.cli.workers.sleep:WAKE", "let sleeping workers serve again"),
+    "snapshot": Command(
+        "dynamo.cli.workers.snapshot", "save a process with its model loaded; start workers of it"
+    ),
     "kv": Command("dynamo.cli.workers.kv", "show or empty the KV blocks of the workers, by tier"),
     "why": Command("dynamo.cli.observer.why", "tell where the time of a request went, and why"),
     "top": Command("dynamo.cli.observer.top.command", "show what a deployment does now"),

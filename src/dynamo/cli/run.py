@@ -25,6 +25,7 @@ from dynamo.core.settings.server_url import lacks_tokenizer, server_url
 
 if TYPE_CHECKING:
     from dynamo.runtime.processes.child_spec import ChildSpec
+    from dynamo.runtime.processes.fork_server import Restore
 
 TEXT = "text"
 NONE = "none"
@@ -147,10 +148,11 @@ def serve_http(
     *,
     workers_only: bool = False,
     defaults: Settings | None = None,
+    restore: Restore | None = None,
 ) -> int:
     """Serve a deployment until it is stopped. A reload reads the settings from `args` and `extra`
     again. `defaults` are those of models that are added. With `workers_only`, there is no HTTP
-    port, and remote frontends use the workers."""
+    port, and remote frontends use the workers. `restore`: see `serve`."""
     from dynamo.cli.progress_bar import ProgressBar
     from dynamo.services.deployment.launch import (
         SettingsSource,
@@ -184,6 +186,7 @@ def serve_http(
         specs=specs,
         source=source,
         http=not workers_only,
+        restore=restore,
     )
 
 

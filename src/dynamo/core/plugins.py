@@ -137,6 +137,13 @@ TRANSFER_BACKENDS = PluginTable(
 )
 """URL scheme to a class with `async open(url, setup) -> TransferPlane`."""
 
+SNAPSHOT_DRIVERS = PluginTable(
+    "snapshot driver",
+    "dynamo.snapshot_drivers",
+    {"criu": "dynamo.operations.snapshot.criu:Criu"},
+)
+"""A class without arguments, a `SnapshotDriver` (`operations/snapshot/criu.py`)."""
+
 ROUTER_MODES = PluginTable(
     "router mode",
     "dynamo.router.modes",

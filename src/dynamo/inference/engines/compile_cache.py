@@ -91,7 +91,7 @@ def read_identity(settings: Settings, name: str, path: Path) -> CompileIdentity:
             for name, text in os.environ.items()
             if FLAG_NAMES.match(name) and not OTHER_NAMES.search(name)
         },
-        (platform.machine(), _cpu_features(), *_cards()),
+        (platform.machine(), cpu_features(), *_cards()),
     )
 
 
@@ -259,7 +259,7 @@ def _cards() -> Iterable[str]:
     return sorted({match[1] for text in texts if (match := re.search(r"Model:\s*(.*)", text))})
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """Return a hash of what the processor can do: torch compiles for it, too."""
     try:
         features = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", CPUS.read_text())

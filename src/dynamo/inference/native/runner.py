@@ -49,7 +49,7 @@ class NativeRunner(WeightsRunner):
     ) -> None:
         super().__init__("native", open_weights, settings, context_tokens, memory_bytes, cache)
         self._threads = settings.threads or usable_cores()
-        self._shared_weights = shared_weights
+        self.shared_weights = shared_weights
 
     def _load_model(self) -> EngineInfo:
         from dynamo.inference.native.kv_storage import KvShape, KvStorage
@@ -104,8 +104,8 @@ class NativeRunner(WeightsRunner):
 
         prepared, digest = None, ""
         try:
-            if self._shared_weights is not None:
-                prepared, digest = self._shared_weights.load(weights, self._backend)
+            if self.shared_weights is not None:
+                prepared, digest = self.shared_weights.load(weights, self._backend)
             self._model = DecoderModel(weights, self._backend, prepared)
         except MemoryError as error:
             raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
@@ -127,8 +127,8 @@ class NativeRunner(WeightsRunner):
         if level > 1:
             del self._model
             self._backend.arena = Arena()
-        if self._shared_weights is not None:
-            self._shared_weights.leave(comes_back=level == 1)
+        if self.shared_weights is not None:
+            self.shared_weights.leave(comes_back=level == 1)
         trim_heap()
 
     def _wake_up(self) -> None:
@@ -150,8 +150,8 @@ class NativeRunner(WeightsRunner):
 
         from dynamo.inference.native.sampling import sample
 
-        if plan.released and self._shared_weights is not None:
-            self._shared_weights.start_huge_pages()
+        if plan.released and self.shared_weights is not None:
+            self.shared_weights.start_huge_pages()
         for sequence in plan.released:
             if sequence.runner_state is not None:
                 self._kv_storage.free_slot(sequence.runner_state)

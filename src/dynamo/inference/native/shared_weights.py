@@ -26,10 +26,11 @@ from dynamo.inference.native.buffers import ALIGNED_FLOATS, Arena
 from dynamo.inference.native.decoder import DecoderLayer, DecoderWeights, prepare_weights
 from dynamo.inference.native.gated_mlp import MlpShard
 from dynamo.models.checkpoint.safetensors import weight_files
+from dynamo.models.file_cache import hash_file, stored_hash
 from dynamo.runtime.shared_memory import SEALS, SharedMemoryClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.numpy_backend import NumpyBackend
@@ -49,6 +50,8 @@ SPARE_BYTES = 64 << 20
 COLLAPSED_BYTES = 8 * HUGE_PAGE_BYTES
 """Bytes of one call to the kernel, during which a step may wait for them."""
 LOWEST_PRIORITY = 19
+PRELOADED: dict[str, int] = {}
+"""Descriptors of weights that this process inherited, by `SharedWeights.content_key`."""
 _NODES = {node.__name__: node for node in (DecoderWeights, DecoderLayer, BlockedMatrix, MlpShard)}
 
 
@@ -66,6 +69,7 @@ class SharedWeights:
         self._memory = memory
         self._path = path
         self._key = ""
+        self._facts: Sequence[object] = ()
         self._mapped: Floats | None = None
         self._small_pages: Floats | None = None
         self._leaves = threading.Event()
@@ -75,17 +79,16 @@ class SharedWeights:
     ) -> tuple[DecoderWeights | None, str]:
         """Return the weights and their digest; None and "" where the system cannot share memory.
         The rotary embedding of `weights` was read. Blocks while another worker prepares them."""
-        identity = (
+        self._facts = (
             LAYOUT_VERSION,
-            _identify_files(self._path),
             weights.digest,  # of the configuration and the rotary embedding so far
             "float32",
             backend.thread_pool.threads,
             backend.small_kernels,
         )
-        self._key = key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+        self._key = key = self._identify(_identify_files(self._path))
         try:
-            fd = self._memory.open(key, lambda: _build(weights.copy(), backend))
+            fd = self._memory.open(key, lambda: self._provide(weights.copy(), backend))
         except OSError as error:
             fields = {"error": str(error)}
             log.warning("weights are not shared with other workers", extra={"fields": fields})
@@ -99,6 +102,23 @@ class SharedWeights:
         finally:
             os.close(fd)
         return _from_manifest(manifest.weights, floats), manifest.digest
+
+    def content_key(self) -> str:
+        """Return the identity of the loaded weights on every host. Hashes the model's files, if
+        their hashes are not stored. Blocks."""
+        files = _list_files(self._path)
+        return self._identify([(file.name, stored_hash(file) or hash_file(file)) for file in files])
+
+    def _identify(self, files: Sequence[object]) -> str:
+        return hashlib.sha256(msgspec.json.encode((files, self._facts))).hexdigest()
+
+    def _provide(self, weights: DigestedWeights, backend: NumpyBackend) -> int:
+        """Return the descriptor of prepared weights: inherited ones, or else new ones."""
+        if PRELOADED:
+            if (fd := PRELOADED.get(self.content_key(), -1)) >= 0:
+                return os.dup(fd)
+            log.warning("the weights of the snapshot are of other files or settings")
+        return _build(weights, backend)
 
     def start_huge_pages(self) -> None:
         """Let a thread ask the kernel for huge pages, with which a step of one row takes less time.
@@ -123,6 +143,18 @@ class SharedWeights:
         if not comes_back:
             self._mapped = None
             self._memory.release(self._key)
+
+
+class PreloadedMemory(SharedMemoryClient):
+    """Keeps the descriptor of weights in this process, which has no supervisor yet."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def open(self, key: str, build: Callable[[], int]) -> int:
+        del key
+        self.fd = build()
+        return os.dup(self.fd)
 
 
 def shared_weights(memory: SharedMemoryClient | None, path: Path) -> SharedWeights | None:
@@ -207,12 +239,15 @@ def _from_manifest(plain: Any, floats: Floats) -> Any:
 def _identify_files(path: Path) -> list[tuple[str, int, int, int, int, int]]:
     """Return what changes when a file of the model changes. A hash of the content would cost more
     than attaching; nobody can set the time of a change (ctime)."""
-    files = [path] if path.is_file() else [path / "config.json", *weight_files(path)]
-    stats = [(file, file.stat()) for file in files]
+    stats = [(file, file.stat()) for file in _list_files(path)]
     return [
         (file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         for file, stat in stats
     ]
+
+
+def _list_files(path: Path) -> Sequence[Path]:
+    return [path] if path.is_file() else [path / "config.json", *weight_files(path)]
 
 
 def _map_memory(fd: int, size: int, protection: int) -> Floats:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from dynamo.core.errors import Unsupported
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.engines.arguments import engine_environment
 from dynamo.inference.eviction import make_eviction_policy
@@ -33,6 +36,34 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     )
 
 
+async def preload(inputs: EngineInputs) -> None:
+    """Prepare weights for workers that are forked from this process later. No thread and no event
+    loop keeps running. Raises `Unsupported` on a card, and `ModelUnavailable`."""
+    from dynamo.inference.native.shared_weights import PRELOADED, PreloadedMemory
+
+    if choose_device(inputs.settings.engine) is not None:
+        raise Unsupported("weights of PyTorch are not saved", hint="leave out --device and --dtype")
+    memory = PreloadedMemory()
+    runner = _make_native_runner(replace(inputs, shared_memory=memory))
+    await runner.start()
+    await runner.stop()
+    if runner.shared_weights is not None and memory.fd >= 0:
+        PRELOADED[runner.shared_weights.content_key()] = memory.fd
+
+
+def _make_native_runner(inputs: EngineInputs) -> NativeRunner:
+    from dynamo.inference.native.shared_weights import shared_weights
+
+    return NativeRunner(
+        inputs.files.open_weights,
+        inputs.settings.engine,
+        context_tokens=inputs.card.context_tokens,
+        memory_bytes=inputs.memory_bytes,
+        cache=inputs.settings.cache,
+        shared_weights=shared_weights(inputs.shared_memory, inputs.files.path),
+    )
+
+
 def _make_runner(inputs: EngineInputs, device: TorchDevice | None) -> ModelRunner:
     open_weights, settings = inputs.files.open_weights, inputs.settings.engine
     context_tokens, memory_bytes = inputs.card.context_tokens, inputs.memory_bytes
@@ -51,16 +82,7 @@ def _make_runner(inputs: EngineInputs, device: TorchDevice | None) -> ModelRunne
             memory_bytes=memory_bytes,
         )
     if device is None:
-        from dynamo.inference.native.shared_weights import shared_weights
-
-        return NativeRunner(
-            open_weights,
-            settings,
-            context_tokens=context_tokens,
-            memory_bytes=memory_bytes,
-            cache=cache,
-            shared_weights=shared_weights(inputs.shared_memory, inputs.files.path),
-        )
+        return _make_native_runner(inputs)
     from dynamo.inference.torch.runner import TorchRunner
 
     return TorchRunner(

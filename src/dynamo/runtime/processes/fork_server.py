@@ -2,23 +2,31 @@
 
 A fork takes milliseconds of CPU, the imports of a worker 0.3 s. The server has one thread and no
 event loop. The supervisor adopts the workers: the server's death ends none of them. Orders and
-answers travel over a socket pair, which is the server's standard input.
+answers travel over a socket pair, which is the server's standard input. A server that a snapshot
+restores connects to a socket of the supervisor instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import secrets
+import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from dynamo.core.host.parent_death_signal import adopt_orphans, set_parent_death_signal
 from dynamo.runtime.processes.child_spec import ChildSpec
+
+log = logging.getLogger(__name__)
 
 ARGV = (sys.executable, "-P", "-m", "dynamo", "_child", "worker", "--fork-server")
 SUPPORTED = sys.platform == "linux"
@@ -26,14 +34,21 @@ SUPPORTED = sys.platform == "linux"
 MAX_MESSAGE_BYTES = 64 << 10
 ANSWER_TIMEOUT_S = 30.0
 """A server that does not answer for this time is killed. The first answer waits for imports."""
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of the other end of a Unix socket."""
+
+Restore = Callable[[], tuple[int, int]]
+"""Restores a server from a snapshot as a child of this process. Returns its process id, and a
+descriptor that writes to its standard input. Blocks. Raises `OSError`."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """The order to fork a worker of an `engine`, with `environ` beside the server's variables. Its
-    standard input and output come with it, then other descriptors."""
+    """The order to fork a worker of an `engine`, with `environ` beside the server's variables, or
+    `alone`. Its standard input and output come with it, then other descriptors."""
 
     engine: str
     environ: dict[str, str] = {}
+    alone: bool = False
 
 
 class StartedProcess(msgspec.Struct, frozen=True):
@@ -45,28 +60,62 @@ class StartedProcess(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """The supervisor's side. The server starts with the first order, and after its death."""
+    """The supervisor's side. The server starts with the first order, and after its death. With
+    `restore` it is restored from a snapshot, or started if that fails."""
 
-    def __init__(self, argv: Sequence[str] = ARGV) -> None:
+    def __init__(self, argv: Sequence[str] = ARGV, restore: Restore | None = None) -> None:
         self._argv = argv
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket
+        self._restore = restore
+        self._pid = 0
+        self._is_restored = False
+        self._socket: socket.socket | None = None
         self._lock = asyncio.Lock()
 
-    def _start(self) -> None:
+    async def _start(self) -> None:
         """Start the server, if none runs. The main thread must call this: the server dies with the
         thread that has started it."""
-        if self._process is not None:
+        if self._pid:
             return
+        self._is_restored = False
+        if self._restore is not None:
+            try:
+                await asyncio.to_thread(self._start_restored, self._restore)
+                return
+            except OSError as error:
+                self.close()
+                fields = {"error": str(error)}
+                text = "the snapshot is not restored: workers start without it"
+                log.warning(text, extra={"fields": fields})
         self._socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with child_end:
-            self._process = subprocess.Popen(  # noqa: S603 - our own command
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
                 self._argv,
                 stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self._pid, process.returncode = process.pid, 0  # `close` waits for the process
+
+    def _start_restored(self, restore: Restore) -> None:
+        """Restore the server, and wait until it connects."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            address = f"\0dynamo-{secrets.token_hex(16)}"
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(ANSWER_TIMEOUT_S)
+            self._pid, stdin = restore()
+            os.write(stdin, address.encode())
+            os.close(stdin)
+            while True:
+                self._socket, _ = listener.accept()
+                options = socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size
+                if CREDENTIALS.unpack(self._socket.getsockopt(*options))[0] == self._pid:
+                    break
+                self._socket.close()  # another process of this host
+        self._socket.setblocking(False)
+        self._is_restored = True
+        log.info("a snapshot is restored", extra={"fields": {"pid": self._pid}})
 
     async def start(
         self, spec: ChildSpec, environ: Mapping[str, str], fds: Sequence[int]
@@ -93,11 +142,14 @@ class ForkServer:
     ) -> StartedProcess:
         """Fork a worker, which becomes a child of this process. Raises `OSError`."""
         different = {key: text for key, text in environ.items() if os.environ.get(key) != text}
-        order = msgspec.json.encode(ForkOrder(engine, different))
         async with self._lock:
-            self._start()
             adopt_orphans(True)
             try:
+                await self._start()
+                assert self._socket is not None  # noqa: S101 - the server has started
+                alone = self._is_restored  # its own variables are those of another time
+                variables = dict(environ) if alone else different
+                order = msgspec.json.encode(ForkOrder(engine, variables, alone))
                 socket.send_fds(self._socket, [order], fds)
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     answer = await asyncio.get_running_loop().sock_recv(
@@ -114,19 +166,33 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the server. The workers that it has forked run on."""
-        if self._process is not None:
+        if self._socket is not None:
             self._socket.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._socket = None
+        if self._pid:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            self._pid = 0
 
 
-def become_worker(prepare: Callable[[str], None]) -> None:
-    """Serve orders from standard input until its end, which ends the process. `prepare(engine)`
-    imports what the engine needs. Returns in the forked processes alone, each of which has its own
-    standard input and output."""
+def connect_restored() -> socket.socket:
+    """Wait to be saved, with no thread, socket or event loop, and to be restored by a supervisor.
+    Return a connection to it for `become_worker`."""
+    address = os.read(0, 256)
+    if not address:
+        sys.exit(0)
+    orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.connect(address.decode())
+    return orders
+
+
+def become_worker(prepare: Callable[[str], None], orders: socket.socket | None = None) -> None:
+    """Serve `orders`, by default from standard input, until their end, which ends the process.
+    `prepare(engine)` imports what the engine needs. Returns in the forked processes alone, each of
+    which has its own standard input and output."""
     set_parent_death_signal()
-    orders = socket.socket(fileno=os.dup(0))
+    orders = orders or socket.socket(fileno=os.dup(0))
     while True:
         data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
         if not data:
@@ -137,6 +203,8 @@ def become_worker(prepare: Callable[[str], None]) -> None:
         pid = _fork_twice()
         if not pid:
             orders.close()
+            if order.alone:
+                os.environ.clear()
             os.environ.update(order.environ)
             os.setsid()
             for number, fd in enumerate((fds[0], fds[1], fds[1])):

@@ -84,14 +84,14 @@ class Supervisor:
         reload: SettingsReloader | None = None,
         models: ModelSources | None = None,
         alerts: AlertWatch | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._metrics = metrics = Registry()
         self._alerts, self._can_reload = alerts, reload is not None
         self._is_unencrypted = planes_of(settings).unencrypted
-        self._reloader = reload or SettingsReloader(lambda: specs)
         self._had_terminal, self.ready = has_terminal(), asyncio.Event()
         self.failure: ChildReport | None = None
-        self._prepare = prepare
+        self._prepare, self._reloader = prepare, reload or SettingsReloader(lambda: specs)
         self._preparation_status, self._preparation_done = "", asyncio.Event()
         self._preparation_error: Exception | None = None
         self._deployment = deployment
@@ -106,7 +106,7 @@ class Supervisor:
         )
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
-        self._tasks, self._fork_server = BackgroundTasks(), ForkServer()
+        self._tasks, self._fork_server = BackgroundTasks(), fork_server or ForkServer()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._shared_memory = SharedMemoryBroker(self._clock, self._record_child_status)
         self._discovery = SupervisorDiscovery(settings)

@@ -26,6 +26,7 @@ from dynamo.inference.engines.choice import log_choices
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.child_spec import ChildSpec
+from dynamo.runtime.processes.fork_server import ForkServer, Restore
 from dynamo.runtime.processes.parent_pipe import ChildStart, ParentPipe
 from dynamo.runtime.processes.ports import reserve_port
 from dynamo.runtime.processes.reload import SettingsReloader
@@ -111,10 +112,11 @@ def create_service(role: str) -> ProcessService:
     return service
 
 
-def become_child(role: str) -> None:
+def become_child(role: str, preload: Callable[[], None] | None = None) -> None:
     """Return in each process of this role that the supervisor orders from standard input. Each
-    finds imported what the role needs, and what decodes settings."""
-    from dynamo.runtime.processes.fork_server import become_worker
+    finds imported what the role needs, and what decodes settings. With `preload`, which is called
+    once, orders come when a snapshot of this process is restored."""
+    from dynamo.runtime.processes.fork_server import become_worker, connect_restored
 
     def prepare(engine: str) -> None:
         with suppress(Exception):  # the process meets the error again and reports it
@@ -127,7 +129,9 @@ def become_child(role: str) -> None:
         msgspec.json.decode(start, type=ChildStart)
         remember_settings(Settings())
     prepare("")
-    become_worker(prepare)
+    if preload is not None:
+        preload()
+    become_worker(prepare, None if preload is None else connect_restored())
 
 
 def run_child(role: str) -> int:
@@ -172,12 +176,14 @@ def serve(
     specs: MakeProcessSpecs | None = None,
     source: SettingsSource | None = None,
     http: bool = True,
+    restore: Restore | None = None,
 ) -> int:
     """Run a deployment until it is stopped, and return the exit code.
 
     `on_ready(url)` is called when all processes serve. Workers start after `prepare`. `specs`
     returns the processes (default: `deployment_specs`). `source` makes settings reloadable.
-    Without `http`, no port is reserved and the URL is "". Raises `PortInUse` with the owner's name,
+    Without `http`, no port is reserved and the URL is "". Workers are forked from what `restore`
+    restores. Raises `PortInUse` with the owner's name,
     `ConfigError`, the error of `prepare`, and the error that keeps a process from starting.
     """
     host, port, url = settings.server.http_host, settings.server.http_port, ""
@@ -205,6 +211,7 @@ def serve(
             reload=source and make_reload(source, port, deployment.id, processes),
             models=source and make_model_sources(source, port, deployment.id),
             alerts=DeploymentAlerts(settings, deployment.id, SystemClock()),
+            fork_server=ForkServer(restore=restore),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
