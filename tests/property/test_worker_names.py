@@ -28,6 +28,7 @@ from dynamo.core.values import (
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.scheduling.workers.ledger import Ledger
+from dynamo.scheduling.workers.slots import MAX_REPORT_AGE_S
 
 LIMIT_S = 2.0
 LONG_TOKENS = 6_000
@@ -151,6 +152,7 @@ async def send_all(trial: Trial, requests: Sequence[Any]) -> None:
         await tasks.join()
     await trial.clock.sleep(1.0)
     await trial.check()
+    await trial.clock.sleep(MAX_REPORT_AGE_S)  # no report tells of requests that have ended
     assert all(not +frontend.counts.reserved for frontend in trial.frontends)
 
 
@@ -178,6 +180,15 @@ async def overload(trial: Trial) -> None:
 @example(
     fleet=(2, 1, ("apart", "flexible")),
     requests=[(0, 2_000, 1, 0, None, None), (0, 30, 1, 0, None, None)],
+)
+@example(  # the last report, 0.9 s before the long prompts, has a request of the other frontend
+    fleet=(1, 2, ("both", "auto")),
+    requests=[
+        *[(1, 30, 52, 108, None, None), (0, 400, 42, 60, None, None)],
+        *[(0, 30, 22, 100, None, 0), (0, 30, 42, 60, None, None), (0, 30, 10, 206, None, None)],
+        *[(0, 30, 19, 225, None, None), (1, 2_000, 57, 173, None, 1), (0, 30, 27, 214, None, None)],
+        *[(0, 30, 1, 163, None, None), (0, 30, 8, 254, None, None), (0, 400, 58, 208, None, None)],
+    ],
 )
 @example(  # a client leaves, and the engine ends the step of its prompt before the next one's
     fleet=(2, 2, ("apart", "always")),

@@ -97,8 +97,9 @@ class ClusterCapacity:
     def count_idle(self, excluded: frozenset[str] = frozenset()) -> int:
         """Return how many workers of instances that are not excluded have no requests, and compute
         no prompt for another worker."""
+        now = self._now()
         return sum(
-            not (worker.slots.occupied or worker.slots.foreign_requests or worker.pending_prefills)
+            not (worker.pending_prefills or worker.slots.is_occupied(now))
             and worker.instance.id not in excluded
             for worker in self.workers
         )

@@ -84,6 +84,13 @@ class WorkerCapacity:
             ratio = self._memory_use_ratio + 0.1 * (share - self._memory_use_ratio)
             self._memory_use_ratio = max(MIN_MEMORY_USE_RATIO, ratio)
 
+    def is_occupied(self, now: float) -> bool:
+        """Whether requests are here. An idle worker is silent, so that its last report, of requests
+        of others, is not replaced."""
+        if self.occupied:
+            return True
+        return self.foreign_requests > 0 and now - self._last_report_s <= MAX_REPORT_AGE_S
+
     def count_free_slots(self, mean_kv_tokens: float, now: float) -> int:
         """Return how many more requests of `mean_kv_tokens` fit."""
         if now - self._last_report_s > MAX_REPORT_AGE_S:
