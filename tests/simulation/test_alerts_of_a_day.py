@@ -48,7 +48,8 @@ def day() -> ReplayLog:
 
 
 class DayMetrics:
-    """The metrics of a deployment's processes at each time of the day. Requests that arrive when `fails` is true are answered 503; one in 50 was wrong, and one in 100 was given up."""
+    """The metrics of a deployment's processes at each time of the day. Requests that arrive when
+    `fails` is true are answered 503; one in 50 was wrong, and one in 100 was given up."""
 
     def __init__(self, log: ReplayLog, fails: Fails) -> None:
         ended, late, gaps, stalls, statuses = [], [], [], [], []

@@ -25,9 +25,12 @@ def parser() -> Parser:
         "dynamo doctor",
         "Check this machine for `dynamo run` with the same flags, and their running deployment.",
         EXAMPLES,
-        usage="[--json] [FLAGS of dynamo run]",
+        usage="[--json] [--network] [FLAGS of dynamo run]",
     )
     parser.add_argument("--json", action="store_true", help="one JSON array")
+    parser.add_argument(
+        "--network", action="store_true", help="check buffers of connections and RDMA, too"
+    )
     add_settings_flags(parser)
     return parser
 
@@ -41,6 +44,10 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.operations.doctor import run_checks
 
     findings = [*run_checks(settings), *check_running(settings)]
+    if args.network:
+        from dynamo.operations.network_checks import check_network
+
+        findings += check_network()
     text = msgspec.json.encode(findings).decode() if args.json else format_findings(findings)
     print(redact(text))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
