@@ -18,7 +18,7 @@ from tests.unit.inference_disaggregation.workers import StartWorker
 from dynamo.communication.transfer import RegionDescriptor, RegionPeer
 from dynamo.communication.transfer.memory import MemoryTransfer
 from dynamo.communication.transfer.tcp import TcpTransfer
-from dynamo.core.errors import DeadlineExceeded, InvalidRequest, ProtocolError
+from dynamo.core.errors import DeadlineExceeded, InvalidRequest, ProtocolError, TransferFailed
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.inference.disaggregation import prefill_endpoint, prefill_peers
 from dynamo.inference.disaggregation.messages import (
@@ -162,6 +162,25 @@ async def test_a_worker_with_other_blocks_is_no_peer(start_worker: StartWorker) 
     await other.worker.close()
     while d.runtime.health.limitations:
         await asyncio.sleep(0.01)
+
+
+async def test_a_worker_whose_memory_is_out_of_reach_is_named(
+    start_worker: StartWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, away = await start_worker(), await start_worker()
+
+    async def refuse(_: object) -> None:
+        raise TransferFailed.of("refused", "another secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(d.worker._prefill._planes[0], "connect", refuse)
+        reply = await d.answer(make_request(range(20), prefill=away.id, max_tokens=3))
+        assert len(reply.ids) == 3
+    assert "KV memory of a worker is out of reach" in caplog.text
+    reachable = await start_worker()
+    await d.answer(make_request(range(100, 140), prefill=reachable.id, max_tokens=3))
+    assert reachable.ranks[0].counters.requests == 1
+    assert caplog.text.count("out of reach") == 1
 
 
 async def test_workers_connect_at_the_first_prompt(

@@ -346,7 +346,9 @@ def test_the_kind_of_a_process_is_its_name_without_a_number() -> None:
     ]
 
 
-async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> None:
+async def test_a_crash_loop_is_reported(
+    spec: Spec, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
     supervisor = supervise(spec("sys.exit(7)", "worker"))
     (child,) = supervisor.children
     async with BackgroundTasks() as tasks:
@@ -358,6 +360,7 @@ async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> Non
             supervisor._unhealthy_reasons()["worker"]
             == "died 5 times before it served, last by exit 7"
         )
+        assert "process is in a crash loop: it dies before it serves" in caplog.text
         supervisor.stop()
         await running
 
