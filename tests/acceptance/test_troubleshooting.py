@@ -187,11 +187,10 @@ def test_the_commands_for_etcd_show_a_deployment(tiny_model: Path, tmp_path: Pat
                     text=True,
                     check=True,
                 ).stdout
-                + ""
                 for line in block.strip().splitlines()
             ]
 
-        _, keys, processes = until(lambda: all(found := outputs()) and found, timeout_s=20)
+        _, keys, processes = until(lambda: all(texts := outputs()) and texts, timeout_s=20)
         assert "/dynamo/workers/worker/generate/" in keys
         assert "/dynamo/models/tiny/" in keys
         assert '"role":"worker"' in processes
