@@ -53,6 +53,23 @@ async def test_requests_notice_nothing_of_a_frozen_or_killed_observer(
             await asyncio.sleep(0.2)
 
 
+async def test_requests_notice_nothing_of_twenty_scrapers(tiny_model: Path, tmp_path: Path) -> None:
+    with Cluster(tiny_model, tmp_path, workers=2, flags=("--observer",)) as cluster:
+        texts = await cluster.texts(range(4), TOKENS)
+        (observer,) = cluster.ready("observer")
+        ports = [f"http://127.0.0.1:{cluster.port}/metrics", f"{observer.address}/metrics"]
+
+        def scrape(url: str) -> None:
+            with urlopen(url, timeout=20) as page:
+                assert page.status == 200
+
+        async def hit() -> None:
+            await asyncio.gather(*(asyncio.to_thread(scrape, url) for url in ports * 10))
+
+        answers = await cluster.ask_during(hit, streams=4, tokens=TOKENS)
+        assert {answer.key: answer.text for answer in answers} == texts
+
+
 async def test_requests_notice_nothing_of_a_full_disk(tiny_model: Path, tmp_path: Path) -> None:
     books = tmp_path / "slo.sqlite"
     books.symlink_to(FULL)

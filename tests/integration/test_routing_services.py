@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from msgspec.structs import replace
+from tests.support.fake_openai_server import served
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ConfigError
@@ -19,6 +21,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.policies import remote
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT
 from dynamo.services.frontend import FrontendService
+from dynamo.services.observing import observer as observing
 from dynamo.services.observing import publisher
 from dynamo.services.observing.observer import ObserverService
 from dynamo.services.router import RouterService
@@ -161,6 +164,37 @@ async def test_the_observer_explains_the_requests_of_all_frontends(cluster: Clus
     assert (status, error["error"]["code"]) == (404, "not_found")
     status, _, error = await ask(observer.public_address, "/router/report?seconds=x")
     assert (status, error["error"]["param"]) == (400, "seconds")
+
+
+async def test_two_observers_have_all_stories_and_one_exports_traces(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observing, "BOOKS_INTERVAL_S", 0.02)
+    async with served() as collector:
+        collector.answers["/v1/traces"] = (200, "", b"")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
+        await cluster.open("worker")
+        observers = [await cluster.open("observer") for _ in range(2)]
+        frontend = await cluster.open("frontend")
+        services: list[Any] = [each.service for each in observers]  # type: ignore[attr-defined]
+        while all(service._is_first for service in services):
+            await asyncio.sleep(0.01)
+        assert (await ask(frontend.public_address, "/v1/chat/completions", chat(), "mine"))[
+            0
+        ] == 200
+        for each in observers:
+            _, _, shown = await ask(each.public_address, "/requests?id=mine")
+            while not shown["requests"]:
+                _, _, shown = await ask(each.public_address, "/requests?id=mine")
+        exported = Counter[str]()
+        while exported.total() < 1:
+            for each in observers:
+                _, _, text = await ask(each.public_address, "/metrics")
+                name = "dynamo_traces_exported_total "
+                exported[each.instance_id] = int(text.partition(f"\n{name}")[2].split()[0])
+        assert sorted(exported.values()) == [0, 1]
+        assert collector.requests == ["/v1/traces"]
 
 
 async def test_requests_notice_no_observer(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from dynamo.application.console.stream import DeploymentStream
 from dynamo.application.exchange import Exchange
 from dynamo.application.front_page import FrontPage, LocateConsole
 from dynamo.communication.addresses import url_for_browser
-from dynamo.communication.http import Request
+from dynamo.communication.http import HttpLimits, HttpServer, Request, Response
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Forbidden, NotFound
 from dynamo.core.settings.schema import ServerSettings
@@ -199,6 +199,32 @@ async def test_a_viewer_that_never_reads_is_dropped() -> None:
     await slow
     assert not reader.done()
     reader.cancel()
+
+
+async def test_a_client_that_never_reads_fills_its_backlog_only() -> None:
+    viewers, ended = Viewers(), asyncio.Event()
+
+    async def handle(request: Request, response: Response) -> None:
+        try:
+            await viewers.stream.serve(Exchange(request, response, "id", "id", ()), {})
+        finally:
+            ended.set()
+
+    settings = ServerSettings(stream_backlog_bytes=1 << 20)
+    server = HttpServer(handle, HttpLimits.without_bodies(settings), SystemClock())
+    port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    writer.write(b"GET /deployment HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readline()
+    for number in range(400):  # the kernel takes some megabytes
+        viewers.state = viewers.state | {"at": number, "blob": f"{number:0100000d}"}
+        await viewers.stream.update()
+        await asyncio.sleep(0)
+        if ended.is_set():
+            break
+    assert ended.is_set()
+    writer.close()
+    await server.stop(0)
 
 
 @pytest.mark.parametrize(
