@@ -37,7 +37,8 @@ async def test_requests_notice_nothing_of_a_frozen_or_killed_observer(
     flags = ("--observer",)
     with Cluster(tiny_model, tmp_path, workers=2, flags=flags, environ=environ) as cluster:
         texts = await cluster.texts(range(8), TOKENS)
-        pid = cluster.processes("observer")[0].pid
+        (before,) = cluster.ready("observer")
+        pid = before.pid
         for number in (signal.SIGSTOP, signal.SIGKILL):
 
             async def hit(number: int = number) -> None:
@@ -49,6 +50,7 @@ async def test_requests_notice_nothing_of_a_frozen_or_killed_observer(
         await cluster.wait_for(
             lambda: [each.pid for each in cluster.ready("observer")] not in ([], [pid])
         )
+        assert cluster.ready("observer")[0].address == before.address  # open pages find it
         while await requests_in_the_hour(cluster) != 24:
             await asyncio.sleep(0.2)
 

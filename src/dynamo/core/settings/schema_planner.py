@@ -106,7 +106,12 @@ class ObserverSettings(SettingsSection, frozen=True):
         flag="--observer",
     )
     host: str = setting("127.0.0.1", "address of the observer's HTTP port")
-    port: int = setting(0, "the observer's HTTP port; 0: any free port", ge=0, le=65535)
+    port: int = setting(
+        0,
+        "the observer's HTTP port; 0: one by the deployment's name, or any if it is in use",
+        ge=0,
+        le=65535,
+    )
     ttft_slo: float = setting(
         0.0,
         "promised time to the first token, for `dynamo slo`; 0: `router.ttft_slo`, else 5 s",
