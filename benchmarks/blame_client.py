@@ -72,7 +72,7 @@ class Size(NamedTuple):
 
 
 TUNED = Size()
-HELD_OUT = Size(3, 0.25, 9.0, 150, 3_600, 1_500, 24)
+HELD_OUT = Size(3, 0.15, 7.0, 90, 4_500, 2_200, 32)
 NATIVE = Size(2, 0.0, 0.0, 40, 2_500, 1_500, 30, "native")
 
 

@@ -204,13 +204,34 @@ def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> 
     lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
     again = make_attempt(choosing_us=200_000, placed_us=200_000, first_us=900_000)
     known = Surroundings()
-    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0), load=5)
-    for moves in range(3):
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0), load=3)
+    known.add_moves(make_story(lost, replace(again, worker="w3")))
+    for moves in range(2):
         assert verdict_on(late_story(slow), known).cause == "unexplained: decode", moves
         known.add_moves(make_story(lost, again))
     verdict = verdict_on(late_story(slow), known)
     assert (verdict.cause, verdict.causes[0].worker) == ("lost worker", "w2")
-    assert "to which 3 other requests of w2 moved" in verdict.text
+    assert "to which 2 other requests of w2 moved" in verdict.text
+
+
+def test_an_answer_beside_many_more_requests_than_usual_is_overload() -> None:
+    slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0), load=5)
+    verdict = verdict_on(late_story(slow))
+    assert verdict.text == "0.9 of 1.1 s decoding at w1 beside 5 requests"
+    assert verdict_on(late_story(replace(slow, load=3))).cause == "unexplained: decode"
+
+
+def test_a_quarter_of_an_hour_of_late_requests_is_not_usual() -> None:
+    typical = TypicalTimes()
+    for number in range(100):
+        typical.add(make_story(wall_s=1_000.0 + number))
+    late = late_attempt(1.9, {"queue_s": 1.9, "ahead_requests": 9, "ahead_tokens": 400})
+    for number in range(9_000):
+        typical.add(late_story(late, wall_s=2_000.0 + number / 10))
+    assert judge(late_story(late), "frontend-1", typical, Surroundings()).cause == "overload"
+    for number in range(300):
+        typical.add(late_story(late, wall_s=3_000.0 + number * 60))
+    assert judge(late_story(late), "frontend-1", typical, Surroundings()).cause == ""
 
 
 def test_a_queue_is_shared_between_requests_that_moved_and_those_that_came() -> None:

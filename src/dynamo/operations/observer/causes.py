@@ -22,6 +22,8 @@ from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 MIN_STAGE_US = 20_000
 """Less than this is not told."""
+MANY_TIMES = 4
+"""Beside so many times the usual requests, an answer is slow because of them."""
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -35,11 +37,13 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class LateRequest:
-    """A request, its attempts, and the facts around it. `lost`: the numbers of the attempts that
-    failed."""
+    """A request, its attempts, and the facts around it. `usual_load`: the requests that are usually
+    at a worker. `lost`: the numbers of the attempts that failed."""
 
-    def __init__(self, story: EndedStory, router: str, known: Surroundings) -> None:
-        self.story, self.router, self.known = story, router, known
+    def __init__(
+        self, story: EndedStory, router: str, known: Surroundings, usual_load: float
+    ) -> None:
+        self.story, self.router, self.known, self.usual_load = story, router, known, usual_load
         self.attempts = attempts = slowest_attempts(story)
         self.missed = explain_misses(story, known.marks)
         self.lost = [number for number, each in enumerate(attempts[:-1]) if each.error]
@@ -180,10 +184,12 @@ def long_prompt_ahead(late: LateStage) -> Cause | None:
 def overload(late: LateStage) -> Cause | None:
     """Many requests waited, or were computed together."""
     attempt, ahead, us, worker = late.attempt, late.ahead(), late.rest_us, ""
-    if attempt is None:
+    crowd = MANY_TIMES * (late.request.usual_load + 1)
+    if attempt is None or (late.name == "decode" and ahead < crowd):
         return None
     tokens = attempt.prompt_tokens - attempt.cached_tokens
-    text = f"computing {tokens} prompt tokens at {late.worker} beside {ahead} requests"
+    work = "decoding" if late.name == "decode" else f"computing {tokens} prompt tokens"
+    text = f"{work} at {late.worker} beside {ahead} requests"
     if late.name == "place":
         us = attempt.waited_us
         text = f"held by the router for a better moment, with {attempt.queue_length} more"
@@ -233,8 +239,8 @@ RULES: tuple[tuple[Callable[[LateStage], Cause | None], tuple[str, ...]], ...] =
     (long_prompt_ahead, ("place", "queue", "prefill", "decode")),
     (lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
     (admission, ("admit",)),
-    (overload, ("place", "queue", "prefill")),
     (preemption, ("decode",)),
+    (overload, ("place", "queue", "prefill", "decode")),
 )
 """The causes, and the stages that they slow. In this order, each explains what those before it have
 left: first what interrupted the stage, then what it waited for."""

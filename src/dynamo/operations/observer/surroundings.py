@@ -14,7 +14,7 @@ from dynamo.core.values import Load
 from dynamo.operations.observer.stages import STAGES, UNKNOWN, find_stages, slowest_attempts
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
-TYPICAL_STORIES = 256
+TYPICAL_STORIES, FIRST_STORIES, SAMPLE_S = 256, 64, 15.0
 MIN_TYPICAL = 8
 COMPUTING_STAGES = ("prefill", UNKNOWN, "decode")
 MIN_PAUSE_US = 500_000
@@ -112,10 +112,12 @@ class Surroundings(msgspec.Struct):
 
 
 class TypicalTimes:
-    """The usual time of each stage of a model: the lower quartile of recent requests, which bursts
-    of late ones change little. The time of decode is by token of the answer."""
+    """The usual time of each stage of a model: the lower quartile of its first requests and of one
+    each `SAMPLE_S` in the last hour, so that an hour of late ones is not usual. The time of decode
+    is by token of the answer. "load" are the requests that a worker had before."""
 
     def __init__(self) -> None:
+        self._sampled_s: dict[str, float] = {}
         self._times: defaultdict[tuple[str, str], deque[float]] = defaultdict(
             lambda: deque(maxlen=TYPICAL_STORIES)
         )
@@ -124,10 +126,15 @@ class TypicalTimes:
         """Learn from a request that ended well."""
         if story.end or len(story.attempts) > story.choices * story.prompts:
             return
+        known = len(self._times.get((story.model, STAGES[0]), ()))
+        if known >= FIRST_STORIES and story.wall_s < self._sampled_s[story.model] + SAMPLE_S:
+            return
+        self._sampled_s[story.model] = story.wall_s
         sums: defaultdict[str, int] = defaultdict(int)
         for stage in find_stages(story):
             sums[stage.name] += stage.us
-        for name in STAGES:
+        sums["load"] = story.attempts[0].load if story.attempts else 0
+        for name in (*STAGES, "load"):
             if name == "decode" and _tokens(story) < MIN_PACE_TOKENS:
                 continue
             self._times[story.model, name].append(sums[name] / _units(story, name))

@@ -39,7 +39,7 @@ def judge(
     story: EndedStory, router: str, typical: TypicalTimes, known: Surroundings
 ) -> RequestVerdict:
     """Return the verdict. `router`: the process that served the request."""
-    request = LateRequest(story, router, known)
+    request = LateRequest(story, router, known, typical.usual_us(story, "load"))
     causes = _order(list(_find_causes(request, typical)))
     total_s = story.ended_us / 1e6
     if not causes:
