@@ -349,3 +349,15 @@ def test_a_pause_of_a_worker_comes_with_its_load() -> None:
     verdict = verdict_on(late_story(slow), known)
     assert [(cause.name, cause.us) for cause in verdict.causes] == [("stalled loop", 750_000)]
     assert "the event loop of w1 stood still in stage decode" in verdict.text
+
+
+def test_a_loss_ranks_with_the_wait_that_it_led_to() -> None:
+    lost = make_attempt(worker="w2", ended_us=500_000, error="worker_failed", reason="it broke")
+    times = replace(USUAL, queue_s=0.4, ahead_requests=9, ahead_tokens=400)
+    again = make_attempt(placed_us=501_000, first_us=951_000, ended_us=1_051_000, times=times)
+    story = make_story(lost, again, gap_us=300_000, ended_us=1_052_000)
+    causes = [(cause.name, cause.us) for cause in verdict_on(story).causes]
+    assert causes[:2] == [("lost worker", 300_000), ("overload", 400_000)]
+    lost.first_us = None
+    lost.placed_us = 401_000
+    assert verdict_on(story).causes[0].name == "overload", "it would have waited at w2, too"

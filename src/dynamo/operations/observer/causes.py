@@ -55,6 +55,27 @@ class LateRequest:
         began_s = self.story.wall_s
         return any(abs(began_s + each.placed_us / 1e6 - placed_s) < 1e-5 for each in self.attempts)
 
+    def loss_before(self, stage: StageTime) -> str:
+        """Return the name of the loss but for which a stage would not have been: the worker before
+        had begun to answer. "" if there was none."""
+        number = stage.attempt or 0
+        if number - 1 not in self.lost or stage.name in ("decode", "deliver"):
+            return ""
+        had_token = self.attempts[number - 1].first_us is not None
+        return self.describe_loss(number - 1)[0] if had_token else ""
+
+    def describe_loss(self, number: int) -> tuple[str, str]:
+        """Return the name and the reason of a loss: a plane's, if its worker answers since then."""
+        attempt, wall_s = self.attempts[number], self.story.wall_s
+        silent_us = self.story.gap_us if attempt.first_us is not None else attempt.ended_us
+        began_us = max(attempt.placed_us, attempt.ended_us - silent_us)
+        ended_s = wall_s + attempt.ended_us / 1e6
+        reason = attempt.reason or attempt.error
+        away = self.known.plane_between(self.router, wall_s + began_us / 1e6, ended_s)
+        if away is not None and self.known.lived_on(attempt.worker, ended_s):
+            return "plane away", f"{reason}, while a plane was away: {away}"
+        return name_of_loss(attempt), reason
+
     def is_lost(self, stage: StageTime) -> bool:
         """Return whether the time of a stage was lost with its worker: all until the first token,
         else all after it, and the next choice."""
@@ -145,7 +166,7 @@ def computed_again(late: LateStage) -> Cause | None:
         return None
     lost = request.attempts[number - 1]
     text = f"computing at {late.worker} again what {lost.worker} had computed"
-    return late.explain(name_of_loss(lost), late.rest_us, text, lost.worker)
+    return late.explain(request.describe_loss(number - 1)[0], late.rest_us, text, lost.worker)
 
 
 def admission(late: LateStage) -> Cause | None:
@@ -251,7 +272,7 @@ ADVICE = {
     "model load": "keep the model loaded: a longer --keep-alive, or no --load on_demand",
     "worker start": "keep more workers ready",
     "lost worker": "its last log lines tell how it died (key l in `dynamo top`)",
-    "frozen worker": "its log has the stacks of its threads from before it was killed",
+    "frozen worker": "its log has its stacks, unless the process was stopped (state T)",
     "drained worker": "nothing: it was taken out of service",
     "slow transfer": "check the network between the workers: `dynamo doctor`",
     "slow tier": "check the disk or the store behind the tier; `dynamo kv` shows the tiers",
@@ -301,11 +322,7 @@ def explain_loss(request: LateRequest, number: int, usual_us: float) -> Iterator
             waited = StageTime("queue", began_us, ahead_us, number)
             yield from explain_stage(request, waited, ahead_us)
             began_us += ahead_us
-    worker, reason, name = attempt.worker, attempt.reason or attempt.error, name_of_loss(attempt)
-    began_s, until_s = (story.wall_s + us / 1e6 for us in (began_us, until_us))
-    away = request.known.plane_between(request.router, began_s, until_s)
-    if away is not None and request.known.lived_on(worker, until_s):
-        name, reason = "plane away", f"{reason}, while a plane was away: {away}"
+    worker, (name, reason) = attempt.worker, request.describe_loss(number)
     moved = f", and it went on at {following[0].worker}" if following else ""
     at = f" at token {following[0].resumed}" if following and following[0].resumed else ""
     text = f"were lost with {worker}{at}: {reason}{moved}"

@@ -113,8 +113,8 @@ class Surroundings(msgspec.Struct):
 
 class TypicalTimes:
     """The usual time of each stage of a model: the lower quartile of its first requests and of one
-    each `SAMPLE_S` in the last hour, so that an hour of late ones is not usual. The time of decode
-    is by token of the answer. "load" are the requests that a worker had before."""
+    each `SAMPLE_S` in the last hour. A quarter of an hour of late ones does not change it. The time
+    of decode is by token of the answer. "load" are the requests that a worker had before."""
 
     def __init__(self) -> None:
         self._sampled_s: dict[str, float] = {}

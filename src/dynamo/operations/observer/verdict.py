@@ -40,7 +40,8 @@ def judge(
 ) -> RequestVerdict:
     """Return the verdict. `router`: the process that served the request."""
     request = LateRequest(story, router, known, typical.usual_us(story, "load"))
-    causes = _order(list(_find_causes(request, typical)))
+    led_to: Counter[str] = Counter()
+    causes = _order(list(_find_causes(request, typical, led_to)), led_to)
     total_s = story.ended_us / 1e6
     if not causes:
         if story.end:
@@ -58,9 +59,9 @@ def judge(
     return RequestVerdict(shown, tuple(causes))
 
 
-def _order(parts: Sequence[Cause]) -> list[Cause]:
-    """Return the largest part of each cause, the most expensive cause first, then other parts."""
-    costs: Counter[str] = Counter()
+def _order(parts: Sequence[Cause], costs: Counter[str]) -> list[Cause]:
+    """Return the largest part of each cause, the most expensive cause first, then other parts.
+    `costs`: what each has cost by what it led to."""
     largest: dict[str, Cause] = {}
     for cause in sorted(parts, key=lambda cause: -cause.us):
         costs[cause.name] += cause.us
@@ -78,8 +79,11 @@ def _end_cause(story: EndedStory) -> Cause:
     return Cause(f"ended: {story.end}", 0, "", "", worker)
 
 
-def _find_causes(request: LateRequest, typical: TypicalTimes) -> Iterator[Cause]:
-    """Yield what cost time beyond the usual. Time that a cause explains counts once."""
+def _find_causes(
+    request: LateRequest, typical: TypicalTimes, led_to: Counter[str]
+) -> Iterator[Cause]:
+    """Yield what cost time beyond the usual. Time that a cause explains counts once, and in `led_to`
+    for the loss that led to it."""
     story = request.story
     usual_us = sum(typical.usual_us(story, name) for name in ("send", "queue", "prefill"))
     for number in request.lost:
@@ -91,7 +95,10 @@ def _find_causes(request: LateRequest, typical: TypicalTimes) -> Iterator[Cause]
     late = list(_find_late(request, typical))
     if sum(us for _, us in late) >= MIN_LATE_US:
         for stage, us in late:
-            yield from explain_stage(request, stage, us)
+            loss = request.loss_before(stage)
+            for cause in explain_stage(request, stage, us):
+                led_to[loss] += cause.us if cause.name != loss else 0
+                yield cause
 
 
 def _find_late(request: LateRequest, typical: TypicalTimes) -> Iterator[tuple[StageTime, int]]:
