@@ -45,15 +45,11 @@ class LateRequest:
     ) -> None:
         self.story, self.router, self.known, self.usual_load = story, router, known, usual_load
         self.attempts = attempts = slowest_attempts(story)
+        self.placed_s = {story.wall_s + each.placed_us / 1e6 for each in attempts}
         self.missed = explain_misses(story, known.marks)
         self.lost = [number for number, each in enumerate(attempts[:-1]) if each.error]
         if attempts and attempts[-1].error not in ("", "cancelled"):
             self.lost.append(len(attempts) - 1)
-
-    def is_own(self, placed_s: float) -> bool:
-        """Return whether an attempt that was placed then is one of this request."""
-        began_s = self.story.wall_s
-        return any(abs(began_s + each.placed_us / 1e6 - placed_s) < 1e-5 for each in self.attempts)
 
     def loss_before(self, stage: StageTime) -> str:
         """Return the name of the loss but for which a stage would not have been: the worker before
@@ -148,7 +144,9 @@ def lost_worker_beside(late: LateStage) -> Cause | None:
         (lost, name)
         for worker in workers
         for since_s, until_s, lost, name in moves.get(worker, ())
-        if since_s < late.ended_s and until_s > late.began_s and not late.request.is_own(since_s)
+        if since_s < late.ended_s
+        and until_s > late.began_s
+        and since_s not in late.request.placed_s
     ]
     if not moved:
         return None
@@ -188,7 +186,7 @@ def long_prompt_ahead(late: LateStage) -> Cause | None:
     us, tokens, worker = 0, 0, late.worker
     for placed_s, since_s, until_s, size in late.request.known.prefills.get(worker, ()):
         beside_us = late.overlap_us(since_s, until_s)
-        if beside_us and not late.request.is_own(placed_s):
+        if beside_us and placed_s not in late.request.placed_s:
             us, tokens = us + beside_us, tokens + size
     text = f"in stage {late.name} at {worker} while it computed {_count(tokens)} prompt tokens"
     longest = late.times.ahead_longest or 0

@@ -82,8 +82,8 @@ def _end_cause(story: EndedStory) -> Cause:
 def _find_causes(
     request: LateRequest, typical: TypicalTimes, led_to: Counter[str]
 ) -> Iterator[Cause]:
-    """Yield what cost time beyond the usual. Time that a cause explains counts once, and in `led_to`
-    for the loss that led to it."""
+    """Yield what cost time beyond the usual. Time that a cause explains counts once, and in
+    `led_to` for the loss that led to it."""
     story = request.story
     usual_us = sum(typical.usual_us(story, name) for name in ("send", "queue", "prefill"))
     for number in request.lost:
