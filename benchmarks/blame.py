@@ -39,9 +39,7 @@ from tests.support.servers import NatsProcess, S3Process, ServerProcess
 HEALTHY = 60
 SLOWED_S, LATE_S = 0.15, 0.1
 SCENES = {"tuned": TUNED, "held-out": HELD_OUT, "native": NATIVE}
-NATIVE_SCENARIOS = (
-    *("frozen", "killed", "long_prompt", "overload", "salted", "slow_client", "stalled"),
-)
+NATIVE_SCENARIOS = (*("frozen", "killed", "long_prompt", "overload", "salted", "stalled"),)
 PYTHON_PATH = os.environ.get("PYTHONPATH", "")
 Story = dict[str, Any]
 

@@ -26,7 +26,6 @@ GROUP_COUNTS = {
     "workers.decode.replicas": "decode_workers",
 }
 DEPLOYMENT_KEY = "runtime.deployment"
-NAMES_KEY = "model.names"
 ENGINE_KEY = "engine.kind"
 
 

@@ -133,13 +133,6 @@ class DecisionCollector:
             alerts=list(self.alerts),
         )
 
-    def with_records(self, records: Sequence[RoutingRecord]) -> DecisionCollector:
-        """Return a copy with the same alerts and other records, which must be in order of time."""
-        collector = DecisionCollector(self.config, wall=self._wall, workers=self.workers)
-        collector._buffer = deque(map(pack_record, records))
-        collector._alerts = dict(self._alerts)
-        return collector
-
     def check(self, now: float) -> None:
         """Begin and end alerts from the records of the last `window_s`; too few records end all."""
         last = self._packed(now - self.config.window_s, now)[-self.config.max_decisions :]
