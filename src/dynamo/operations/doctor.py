@@ -253,18 +253,23 @@ def planes(settings: Settings) -> Finding:
 
 
 def servers(settings: Settings) -> Finding:
-    """Check library, connection, credentials and secret of etcd and NATS, where they are set."""
+    """Check what the planes need of etcd, NATS and Kubernetes, where they are set: library,
+    connection, credentials, secret."""
     from dynamo.runtime.planes import planes_of
 
     chosen = planes_of(settings)
     urls = (chosen.discovery, chosen.requests, chosen.events)
-    if not any(url.startswith(("etcd", "nats")) for url in urls):
+    if not any(url.startswith(("etcd", "nats", "kubernetes")) for url in urls):
         return Finding("servers", "ok", "none is needed")
     import asyncio
 
+    from dynamo.operations.kubernetes_check import check_kubernetes
     from dynamo.operations.plane_checks import check_plane_servers
 
-    return Finding("servers", "ok", asyncio.run(check_plane_servers(settings)))
+    text = ""
+    if chosen.discovery.startswith("kubernetes"):
+        text = f"{asyncio.run(check_kubernetes(chosen.discovery))}; "
+    return Finding("servers", "ok", text + asyncio.run(check_plane_servers(settings)))
 
 
 def transfer(settings: Settings) -> Finding:
