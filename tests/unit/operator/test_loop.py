@@ -210,6 +210,20 @@ async def test_a_missing_reference_that_comes_is_noticed(cluster: GraphCluster) 
     await cluster.until(lambda: cluster.condition("SpecValid")[0] == "True")
 
 
+async def test_two_graphs_whose_objects_have_one_name(cluster: GraphCluster) -> None:
+    loop = await cluster.operator()
+    await cluster.apply(graph(component("b-c", "worker", scalingAdapter={}), name="a"))
+    await cluster.until(lambda: cluster.state("a") == "successful" and loop.is_idle)
+    await cluster.apply(graph(component("c", "worker", scalingAdapter={}), name="a-b"))
+    await cluster.until(lambda: cluster.state("a-b") == "failed" and loop.is_idle)
+    text = "metadata.name: PodDisruptionBudget a-b-c is of the graph 'a'; rename this graph or its"
+    assert cluster.condition("SpecValid", "a-b")[2].startswith(text)
+    (adapter,) = cluster.items("dynamographdeploymentscalingadapters.nvidia.com")
+    assert adapter["spec"]["dgdRef"]["name"] == "a"
+    await cluster.delete("a")
+    await cluster.until(lambda: cluster.state("a-b") == "successful")
+
+
 async def test_a_wrong_label_of_pods_is_told(cluster: GraphCluster) -> None:
     await cluster.operator()
     part = component("Frontend", "frontend")

@@ -29,6 +29,7 @@ from dynamo.operations.operator.difference import lacks
 from dynamo.operations.operator.kinds import ADAPTER, BETA, GRAPH, GROUP
 from dynamo.operations.operator.names import APPLIED, GRAPH_LABEL, OPERATOR, bounded, digest
 from dynamo.operations.operator.rules import PRIORITY_CLASS, Reference
+from dynamo.operations.operator.upgrade import Problem
 from dynamo.operations.operator.workloads import (
     API_VERSIONS,
     CLIQUE_SET,
@@ -230,6 +231,16 @@ class ClusterView:
     def owners(self) -> Sequence[Owner]:
         """Return all graphs of which anything is there."""
         return list(self._owned)
+
+    def taken(self, owner: Owner, objects: Sequence[Object]) -> list[Problem]:
+        """Return the problem that objects of a graph have the names of another one's."""
+        for item in objects:
+            place = f"{owner[0]}/{item['metadata']['name']}"
+            other = self._owners.get((item["kind"], place), owner)
+            if other != owner:
+                text = f"{item['kind']} {item['metadata']['name']} is of the graph {other[1]!r}"
+                return [Problem("metadata.name", f"{text}; rename this graph or its component")]
+        return []
 
     async def read(self, kind: str, namespace: str, name: str) -> Object | None:
         """Return an object as it is now, None if there is none."""

@@ -189,13 +189,15 @@ class OperatorLoop:
             return RECHECK_MISSING_S  # objects of an older graph of this name go first
         wanted = desired(graph, observed, self._options)
         await self._check_manifest(graph, wanted, observed, state)
-        if observed.missing != state.missing or observed.refused != state.refused:
-            observed.missing, observed.refused = state.missing, state.refused
+        taken = self.cluster.taken(owner, wanted.objects)
+        refused = [*state.refused, *taken]
+        if observed.missing != state.missing or observed.refused != refused:
+            observed.missing, observed.refused = state.missing, refused
             wanted = desired(graph, observed, self._options)
         await self._write(graph, wanted, observed, state)
         if any(map(is_gated, observed.pods)):
             self._gates.wake()
-        if state.missing:
+        if state.missing or taken:
             return RECHECK_MISSING_S
         return wanted.recheck_s
 
