@@ -86,6 +86,7 @@ def test_graphs_are_placed_and_explained(
         (["operator", "-f", AGGREGATED], "hint: it is one of convert, manifests, place"),
         (["manifests", "-f", AGGREGATED, "--namespace", "x"], "manifests has no flag --namespace"),
         (["status", "--image", "dynamo:latest-vllm"], "status has no flag --image"),
+        (["manifests", "-f", AGGREGATED, "--groups", "grov.io"], "did you mean 'grove.io'?"),
         (["convert", "-f", "missing.yaml"], "cannot read missing.yaml: No such file"),
         (["place", "-f", AGGREGATED], "--nodes is missing"),
         (["place", "-f", AGGREGATED, "--nodes", AGGREGATED], "no node in"),

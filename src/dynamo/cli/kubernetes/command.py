@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo.cli.parsing import Parser
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
     from dynamo.operations.operator.rules import GraphCheck
@@ -155,7 +155,11 @@ def _print_objects(args: argparse.Namespace) -> int:
     from dynamo.operations.operator.workloads import GROVE, LEADER_WORKER
 
     objects = read_objects(args.file, "-f")
-    groups = frozenset(args.groups.split(",")) if args.groups else frozenset({GROVE, LEADER_WORKER})
+    known = {GROVE, LEADER_WORKER}
+    groups = frozenset(args.groups.split(",")) if args.groups is not None else frozenset(known)
+    if unknown := sorted(groups - known - {""}):
+        hint = nearest_name_hint(unknown[0], sorted(known))
+        raise ConfigError(f"--groups: {unknown[0]!r} changes no object", hint=hint)
     code = 0
     result: list[Mapping[str, Any]] = []
     for graph in find_graphs(objects, args.file):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.communication.kubernetes.link import open_link
+from dynamo.communication.kubernetes.link import FORBIDDEN, AllowedStatuses, open_link
 from dynamo.operations.operator.kinds import BETA, GRAPH, GROUP, GraphStatus
 from dynamo.operations.operator.status import read_status
 
@@ -56,6 +56,9 @@ async def _list_graphs(namespace: str) -> Sequence[Mapping[str, Any]]:
         graphs: Sequence[Mapping[str, Any]] = msgspec.json.decode(await link.request("GET", path))[
             "items"
         ]
+        if namespace and not graphs:
+            with AllowedStatuses(FORBIDDEN):
+                await link.request("GET", f"/api/v1/namespaces/{namespace}")
     finally:
         await link.close()
     return graphs

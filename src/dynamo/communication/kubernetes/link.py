@@ -29,6 +29,8 @@ PROXY_START_S: Final = 10.0
 MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 JSON: Final = "application/json"
+UNAUTHORIZED: Final = 401
+FORBIDDEN: Final = 403
 NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 INVALID: Final = 422
@@ -42,7 +44,12 @@ class ApiServerError(PlaneUnavailable):
     def __init__(
         self, message: str, status: int, details: Mapping[str, Any], retry_after_s: float | None
     ) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+        hint = ""
+        if status == UNAUTHORIZED:
+            hint = "log in again: the token has expired, or is of another cluster"
+        elif "dial tcp" in message:  # by `kubectl proxy`
+            hint = "does `kubectl version` reach the cluster? KUBECONFIG names the file"
+        super().__init__(message, hint=hint, retry_after_s=retry_after_s)
         self.status = status
         self.details = details
 
@@ -148,7 +155,7 @@ class KubernetesLink:
             except (OSError, TimeoutError) as error:
                 reason = str(error) or f"no answer within {timeout_s:g} s"
                 raise PlaneUnavailable(f"Kubernetes at {self.server}: {reason}") from None
-            if answer.status != 401 or fresh:
+            if answer.status != UNAUTHORIZED or fresh:
                 break
         if answer.status >= 300:
             raise _failure(answer, f"{method} {path.partition('?')[0]}")

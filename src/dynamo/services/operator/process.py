@@ -117,7 +117,8 @@ async def _run(namespace: str, options: PodOptions) -> int:
         async with GraphOperator(link, SystemClock(), options, namespace):
             await stopping.wait()
     except DynamoError as error:
-        log.error("the operator cannot run", extra={"fields": {"error": error.message}})  # noqa: TRY400
+        fields = {"error": error.message, **({"hint": error.hint} if error.hint else {})}
+        log.error("the operator cannot run", extra={"fields": fields})  # noqa: TRY400
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         await link.close()

@@ -30,6 +30,7 @@ KINDS: Mapping[str, Fields] = {
     "Secret": {1: METADATA, 2: ("data", DATA), 3: ("type", TEXT), 4: ("stringData", TEXTS)},
     "Eviction": {1: METADATA, 2: ("deleteOptions", OPTIONS)},
     "DeleteOptions": OPTIONS,
+    "TokenRequest": {},
 }
 
 
