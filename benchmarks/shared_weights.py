@@ -219,13 +219,16 @@ async def _kill_under_streams(
     killer = _Killer(server, args.kills, args.every)
     killer.start()
     counts = {"requests": 0, "failed": 0, "altered": 0}
+    errors: list[str] = []
 
     async def run_streams(number: int) -> None:
         key = number
         while killer.is_alive():
             stream = await client.send(key, requests[key])
             counts["requests"] += 1
-            counts["failed"] += not stream.is_complete(TOKENS)
+            if not stream.is_complete(TOKENS):
+                counts["failed"] += 1
+                errors.append(f"{stream.error or 'short'} after {len(stream.text)} characters")
             counts["altered"] += not stream.error and stream.text != reference[key]
             key = (key + 1) % len(requests)
 
@@ -239,7 +242,7 @@ async def _kill_under_streams(
         for name, share in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))
     }
     left = {key: round(after[key] - before[key], 1) for key in before}
-    return {**counts, "kills": len(killer.again_s), "again_s": again_s, **left}
+    return {**counts, "errors": errors, "kills": len(killer.again_s), "again_s": again_s, **left}
 
 
 class _Killer(threading.Thread):

@@ -9,6 +9,7 @@ import pytest
 from tests.support.fake_hub import FakeHub, running_hub
 from tests.support.servers import S3Process
 
+from dynamo.__main__ import main
 from dynamo.cli.store.command import LIST, PULL, REMOVE, STORE, VERIFY
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
@@ -161,6 +162,33 @@ def test_a_missing_or_refused_token_is_reported(
     assert "wrong-token" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "right-token")
     PULL.run([FOLDER])
+
+
+def test_a_budget_below_the_model_is_reported_before_the_first_byte(hub: FakeHub) -> None:
+    with pytest.raises(ModelUnavailable, match="the budget of the model store is") as caught:
+        PULL.run([FOLDER, "--store.budget", "100KB"])
+    assert "raise store.budget" in caught.value.hint
+    assert not any("safetensors" in path for _, path, _ in hub.requests)
+    assert locate_model(FOLDER).path is None
+
+
+def test_a_shelf_that_cannot_be_written_is_reported(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self/fdinfo")  # nobody may create files there
+    with pytest.raises(ModelUnavailable, match="cannot be written") as caught:
+        PULL.run([FOLDER])
+    assert "XDG_CACHE_HOME" in caught.value.hint
+
+
+@pytest.mark.parametrize("arguments", [["ftp://host/model"], ["org/none"], [f"{FOLDER}@v9"]])
+def test_what_a_user_named_wrongly_is_two_lines(
+    arguments: list[str], hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pull", *arguments]) != 0
+    problem, hint = capsys.readouterr().err.strip().splitlines()
+    assert problem.startswith("error: ")
+    assert hint.startswith("hint: ")
 
 
 def test_a_commit_that_vanishes_meanwhile_is_reported(

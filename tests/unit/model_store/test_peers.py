@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.support.fake_hub import FakeHub, running_hub
 from tests.unit.model_store.conftest import OpenStore
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ModelUnavailable, NotFound
 from dynamo.core.tasks import run_all
+from dynamo.models.downloads import fetching as fetching_module
 from dynamo.models.downloads.sources import ModelSpec, parse_spec
 from dynamo.models.file_cache import FileRef, file_ref
 from dynamo.models.shelf.manifest import PIECE_BYTES
@@ -105,6 +107,75 @@ async def test_a_store_asks_the_source_for_others(open_store: OpenStore, hub: Fa
     assert copy is not None
     assert copy.manifest == model.manifest
     assert hub.sent_bytes <= 1.05 * model.manifest.size_bytes
+
+
+async def test_one_of_two_stores_asks_the_source(open_store: OpenStore, hub: FakeHub) -> None:
+    workers = [await open_store(f"worker-{number}", offline=True) for number in range(3)]
+    keepers = [await open_store(f"store-{number}", is_store=True) for number in range(2)]
+    for keeper in keepers:
+        ModelKeeper(keeper)
+    models = await run_all(*(fetch_model(worker, MODEL) for worker in workers))
+    async with asyncio.timeout(20):
+        while not all(keeper.shelf.find(MODEL.name, MODEL.revision) for keeper in keepers):
+            await asyncio.sleep(0.02)
+    assert len({model.manifest for model in models}) == 1
+    assert hub.sent_bytes <= 1.05 * models[0].manifest.size_bytes
+    assert len([path for _, path, _ in hub.requests if "/api/" in path]) == 1
+
+
+async def test_a_second_store_goes_on_when_the_first_is_gone(
+    open_store: OpenStore, hub: FakeHub, weights: bytes
+) -> None:
+    hub.rate = 20_000_000
+    worker = await open_store("worker", offline=True)
+    first, second = [await open_store(name, is_store=True) for name in ("a-store", "z-store")]
+    for keeper in (first, second):
+        ModelKeeper(keeper)
+    fetching = asyncio.ensure_future(fetch_model(worker, MODEL))
+    async with asyncio.timeout(20):
+        while hub.sent_bytes < len(weights) / 4:
+            await asyncio.sleep(0.01)
+    asking = min((first, second), key=lambda store: store.runtime.instance_id)
+    await asking.runtime.shutdown(0)
+    hub.rate = 0
+    model = await asyncio.wait_for(fetching, 40)
+    assert (model.folder / "model.safetensors").read_bytes() == weights
+
+
+async def test_a_commit_that_vanishes_meanwhile_is_one_line(
+    open_store: OpenStore, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fetching_module.fetch_piece
+
+    def fetch_piece(*arguments: Any) -> int:
+        hub.commit = "d" * 40
+        return whole(*arguments)
+
+    monkeypatch.setattr(fetching_module, "fetch_piece", fetch_piece)
+    store = await open_store("process")
+    with pytest.raises(ModelUnavailable, match="has not, or no longer") as caught:
+        await fetch_model(store, MODEL)
+    assert "commits/main" in caught.value.hint
+    assert store.shelf.find(MODEL.name, MODEL.revision) is None
+    assert not store.server.models
+
+
+async def test_a_peer_whose_manifest_lies_is_left_out(
+    open_store: OpenStore, source_folder: Path
+) -> None:
+    spec = folder_spec(source_folder)
+    sound, liar = await open_store("sound"), await open_store("liar")
+    model = await fetch_model(sound, spec)
+    await liar.offer_model(spec, model)
+    (offer,) = liar.server.models.values()
+    outside = replace(model.manifest.files[0], path="../config.json")
+    offer.manifest = replace(model.manifest, files=(outside, *model.manifest.files[1:]))
+    readers = [await open_store(f"reader-{number}", offline=True) for number in range(3)]
+    for reader in readers:
+        copy = await fetch_model(reader, spec)
+        assert copy.manifest == model.manifest
+        assert not (copy.folder.parent / "config.json").exists()
+        await reader.runtime.shutdown(0)
 
 
 def damage(store: ModelStore) -> None:

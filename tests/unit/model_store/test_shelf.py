@@ -71,7 +71,10 @@ def test_pieces_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path) -
             partial.write(0, [content])
     partial.write(0, [b"0123456789"])
     assert partial.is_complete
+    assert partial.read(0) == b"0123456789"
     partial.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        partial.read(0)
 
 
 def test_a_size_or_hash_that_lies_serves_nothing(tmp_path: Path) -> None:

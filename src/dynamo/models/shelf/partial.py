@@ -27,6 +27,8 @@ from dynamo.models.shelf.manifest import (
 
 MANIFEST_FILE = ".manifest"
 JOURNAL_FILE = ".pieces"
+CLOSED = -1
+"""No descriptor."""
 
 
 class PartialModel:
@@ -64,7 +66,7 @@ class PartialModel:
             partial._journal = os.open(folder / JOURNAL_FILE, flags, 0o600)
         return partial
 
-    _journal = -1
+    _journal = CLOSED
 
     @property
     def done_bytes(self) -> int:
@@ -88,23 +90,23 @@ class PartialModel:
         wanted = {self.manifest.digests[number], digest} - {NO_DIGEST, actual}
         if wanted or sum(map(len, parts)) != piece.size_bytes:
             raise ValueError(f"piece {number} of {self.manifest.name} is damaged")
-        with self.storage_errors():
+        with self.storage_errors(), self._lock:
             start = piece.start
             for part in parts:
                 view = memoryview(part)
                 while view:
-                    written = os.pwrite(self._files[piece.file], view, start)
+                    written = os.pwrite(self._files.get(piece.file, CLOSED), view, start)
                     view, start = view[written:], start + written
             os.write(self._journal, encode_entries([(number, actual)]))
-        with self._lock:
             self.digests[number] = actual
         self.on_piece(number, actual)
         return actual
 
     def read(self, number: int) -> bytes:
-        """Return a piece that is here. Blocks."""
+        """Return a piece that is here. Blocks. Raises `OSError`, also when this is closed."""
         piece = self.manifest.pieces[number]
-        return os.pread(self._files[piece.file], piece.size_bytes, piece.start)
+        with self._lock:
+            return os.pread(self._files.get(piece.file, CLOSED), piece.size_bytes, piece.start)
 
     def finish(self, progress: ProgressCallback = ignore_progress) -> Manifest:
         """Check each file as a whole, flush all, and return the manifest with all hashes. Blocks.
@@ -153,11 +155,12 @@ class PartialModel:
 
     def close(self) -> None:
         """Close the files. The folder stays for the next process."""
-        for handle in (*self._files.values(), self._journal):
-            if handle >= 0:
-                os.close(handle)
-        self._files.clear()
-        self._journal = -1
+        with self._lock:
+            for handle in (*self._files.values(), self._journal):
+                if handle != CLOSED:
+                    os.close(handle)
+            self._files.clear()
+            self._journal = CLOSED
 
     def _restore(self, progress: ProgressCallback) -> None:
         """Keep the pieces of the journal whose content has their hash."""

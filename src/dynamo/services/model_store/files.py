@@ -139,7 +139,8 @@ class FileServer:
         self._uploads += 1
         try:
             try:
-                content = await self._clock.offload(offer.read, query.number)
+                # a model that is whole meanwhile is read at its new place
+                content = await self._clock.offload(lambda: offer.read(query.number))
             except OSError as error:
                 raise NotFound(f"{query.key} cannot be read: {error.strerror}") from error
             await self._send(content, outgoing)
