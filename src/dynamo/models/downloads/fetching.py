@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TypeVar
@@ -193,36 +193,39 @@ def fetch_alone(
     stopped: Event | None = None,
     *,
     with_weights: bool = True,
+    newest: bool = False,
+    on_start: Callable[[PartialModel], None] = lambda _: None,
 ) -> ShelfModel:
-    """Return a model on the shelf, fetched from its source if it is not there. Blocks until
+    """Return a model on the shelf, fetched from its source if it is not there. `newest`: what the
+    revision means now. `on_start` is called before the first byte of a piece. Blocks until
     `stopped` is set. Raises `ModelUnavailable`."""
     stopped = stopped or Event()
-    if (model := shelf.find(spec.name, spec.revision, with_weights=with_weights)) is not None:
-        return model
-    if is_offline():
-        raise offline_error(spec)
-    with locked_model(shelf, spec, stopped):
-        if (model := shelf.find(spec.name, spec.revision, with_weights=with_weights)) is not None:
+    while True:
+        model = shelf.find(spec.name, spec.revision, with_weights=with_weights)
+        if model is not None and not newest:
             return model
-        return fetch_from_source(spec, shelf, progress, stopped, with_weights=with_weights)
+        if is_offline():
+            raise offline_error(spec)
+        with shelf.lock_model(spec.name) as is_own:
+            if is_own:
+                source = open_source(spec, with_weights=with_weights)
+                reader = SourceReader(source, stopped, lambda text, _: progress(text, 0, 0))
+                return _fetch(reader, spec, shelf, progress, on_start)
+        if stopped.wait(POLL_S):  # another process of this machine fetches it
+            raise stopped_error()
 
 
-def fetch_from_source(
+def _fetch(
+    reader: SourceReader,
     spec: ModelSpec,
     shelf: Shelf,
     progress: ProgressCallback,
-    stopped: Event,
-    *,
-    with_weights: bool = True,
-    on_start: Callable[[PartialModel], None] = lambda _: None,
+    on_start: Callable[[PartialModel], None],
 ) -> ShelfModel:
-    """Fetch what the revision means now. The caller holds the model's lock. `on_start` is called
-    before the first byte of a piece."""
-    source = open_source(spec, with_weights=with_weights)
-    reader = SourceReader(source, stopped, lambda text, _: progress(text, 0, 0))
+    """Fetch what a revision means now. The caller holds the model's lock."""
     manifest = reader.resolve(shelf.started(spec.name))
-    commit = manifest.commit
-    if (model := shelf.find(spec.name, commit, with_weights=with_weights)) is not None:
+    model = shelf.find(spec.name, manifest.commit, with_weights=manifest.with_weights)
+    if model is not None:
         shelf.name_commit(model.manifest, spec.revision)
         return model
     partial = shelf.open_partial(manifest, progress)
@@ -232,15 +235,3 @@ def fetch_from_source(
         return shelf.finish(partial, spec.revision, progress)
     finally:
         partial.close()
-
-
-@contextmanager
-def locked_model(shelf: Shelf, spec: ModelSpec, stopped: Event) -> Iterator[None]:
-    """Hold the lock of a model's fetch. Another process of this machine is waited for."""
-    while True:
-        with shelf.lock_model(spec.name) as is_own:
-            if is_own:
-                yield
-                return
-        if stopped.wait(POLL_S):
-            raise stopped_error()
