@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what sharing the weights among native workers saves: CPU, memory, time to serve again.
 
-    benchmarks/shared_weights.py [--case start|decode|kills] [--model DIR] [--rounds 3] [--kills 50]
+    benchmarks/shared_weights.py [--case start|decode|kills|peers|snapshot] [--model DIR] [--rounds 3] [--kills 50]
 
 - start: starts of one, two and four workers, with private and shared weights in turns: CPU of the
   workers until they serve, seconds, and the PSS of the workers.
@@ -9,6 +9,10 @@
 - kills: two workers under streams, of which one is killed again and again (SIGKILL). Measures the
   time until its place serves again, compares texts, and counts what is left over. The supervisor's
   pauses grow with deaths less than 10 s apart: `--every 15` measures without them.
+- peers: starts of one worker beside a deployment that has the weights, in turns in its namespace
+  and in another one. In the first, they are read from the peer, in the second from the file.
+- snapshot: starts of four workers of a snapshot (CRIU) and of the file, in turns: seconds, and the
+  CPU of all processes until they serve and stop.
 """
 
 from __future__ import annotations
@@ -55,13 +59,15 @@ STREAMS, TOKENS, PROMPT = 4, 24, 16
 
 
 @contextlib.contextmanager
-def deployment(model: str, workers: int, *more: str, shared: bool = True) -> Iterator[Server]:
-    """Yield a deployment of native workers that serves."""
+def deployment(
+    model: str, workers: int, *more: str, shared: bool = True, words: Sequence[str] = ()
+) -> Iterator[Server]:
+    """Yield a deployment of native workers that serves. `words` replace those of `dynamo run`."""
     url = f"http://127.0.0.1:{free_port()}"
     code = MAIN if shared else f"{PRIVATE}; {MAIN}"
-    command = [sys.executable, "-c", code, "run", *filter(None, [model]), "out=native"]
-    command += ["--model-name", "smol", "--workers", str(workers), *BLOCKS, *more]
-    command += ["--http-port", url.rsplit(":", 1)[1]]
+    words = words or ("run", *filter(None, [model]), "out=native", "--model-name", "smol")
+    command = [sys.executable, "-c", code, *words]
+    command += ["--workers", str(workers), "--http-port", url.rsplit(":", 1)[1], *BLOCKS, *more]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         server = Server(url, [], [], [child])
         try:
@@ -99,10 +105,10 @@ def ask(server: Server) -> str:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 
-def measure_start(model: str, workers: int, shared: bool) -> dict[str, Any]:
+def measure_start(model: str, workers: int, shared: bool, *more: str) -> dict[str, Any]:
     """Start workers; return figures of their start, and an answer of each."""
     began = now()
-    with deployment(model, workers, shared=shared) as server:
+    with deployment(model, workers, *more, shared=shared) as server:
         wait_ready(deployment_of(server), "worker", workers)
         seconds = now() - began
         pids = [record.pid for record in ready(deployment_of(server), "worker")]
@@ -142,6 +148,67 @@ def case_start(args: argparse.Namespace) -> Targets:
         }
         for workers, shared in runs
     }
+    targets.print_report(result, "starts")
+    return targets
+
+
+def case_peers(args: argparse.Namespace) -> Targets:
+    """Compare starts from a peer's memory and from the file."""
+    targets = Targets()
+    runs: dict[str, list[dict[str, Any]]] = {"peer": [], "file": []}
+    with tempfile.TemporaryDirectory() as folder:
+        shared = ("--discovery", f"file:{folder}", "--transfer-plane", "tcp:")
+        with deployment(args.model, 1, *shared):
+            while not any(b"/weights/" in file.read_bytes() for file in Path(folder).glob("*/?*")):
+                time.sleep(0.1)
+            for _ in range(args.rounds):
+                for name, namespace in (("peer", "dynamo"), ("file", "other")):
+                    more = (*shared, "--namespace", namespace)
+                    runs[name].append(measure_start(args.model, 1, True, *more))
+    result = {
+        name: {
+            "cpu": round(statistics.median(run["cpu"][0] for run in each), 2),
+            "s": round(statistics.median(run["s"] for run in each), 2),
+        }
+        for name, each in runs.items()
+    }
+    share = result["peer"]["cpu"] / result["file"]["cpu"]
+    targets.at_most("CPU of a start from a peer, share of the file's", round(share, 2), 1)
+    answers = {text for each in runs.values() for run in each for text in run["answers"]}
+    targets.at_most("different texts", len(answers), 1)
+    targets.print_report(result, "starts")
+    return targets
+
+
+def case_snapshot(args: argparse.Namespace) -> Targets:
+    """Compare starts of a snapshot and of the file."""
+    targets = Targets()
+    runs: dict[str, list[dict[str, float]]] = {"snapshot": [], "file": []}
+    with tempfile.TemporaryDirectory() as state:
+        folder = str(Path(state, "snapshot"))
+        words = [
+            "save",
+            folder,
+            *filter(None, [args.model]),
+            "out=native",
+            "--model-name",
+            "smol",
+            *BLOCKS,
+        ]
+        subprocess.run([sys.executable, "-m", "dynamo", "snapshot", *words], check=True)
+        for _ in range(args.rounds):
+            for name, load in (("snapshot", ("snapshot", "load", folder)), ("file", ())):
+                began, cpu_before = now(), sum(os.times()[2:4])
+                with deployment(args.model, 4, words=load) as server:
+                    wait_ready(deployment_of(server), "worker", 4)
+                    seconds = now() - began
+                runs[name].append({"s": seconds, "cpu": sum(os.times()[2:4]) - cpu_before})
+    result = {
+        name: {key: round(statistics.median(run[key] for run in each), 2) for key in ("cpu", "s")}
+        for name, each in runs.items()
+    }
+    share = result["snapshot"]["cpu"] / result["file"]["cpu"]
+    targets.at_most("CPU of a start of a snapshot, share of the file's", round(share, 2), 1)
     targets.print_report(result, "starts")
     return targets
 
@@ -282,7 +349,13 @@ def _left(supervisor: int) -> dict[str, float]:
     return {"descriptors": descriptors, "processes": len(pids), "mb": pss_mb(pids)}
 
 
-CASES = {"start": case_start, "decode": case_decode, "kills": case_kills}
+CASES = {
+    "start": case_start,
+    "decode": case_decode,
+    "kills": case_kills,
+    "peers": case_peers,
+    "snapshot": case_snapshot,
+}
 
 
 def case_parser(description: str | None, cases: Mapping[str, Any]) -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.conftest import Deployment, until, write_tiny_model
+from tests.conftest import Deployment, until
 from tests.support import parked_snapshot
-from tests.unit.inference_native.conftest import write_safetensors
+from tests.support.native_model import write_native_model
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.snapshot.criu import Criu
@@ -37,26 +35,7 @@ def criu_problem() -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the native engine with random weights."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    shapes = {"model.embed_tokens.weight": (vocabulary, 64), "model.norm.weight": (64,)}
-    for layer in range(2):
-        name = f"model.layers.{layer}."
-        shapes |= {
-            f"{name}self_attn.q_proj.weight": (64, 64),
-            f"{name}self_attn.k_proj.weight": (32, 64),
-            f"{name}self_attn.v_proj.weight": (32, 64),
-            f"{name}self_attn.o_proj.weight": (64, 64),
-            f"{name}mlp.gate_proj.weight": (128, 64),
-            f"{name}mlp.up_proj.weight": (128, 64),
-            f"{name}mlp.down_proj.weight": (64, 128),
-            f"{name}input_layernorm.weight": (64,),
-            f"{name}post_attention_layernorm.weight": (64,),
-        }
-    rng = np.random.default_rng(3)
-    tensors = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()}
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
+    return write_native_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def dynamo(*arguments: object, **environ: str) -> tuple[int, str]:

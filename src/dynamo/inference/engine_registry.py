@@ -16,6 +16,7 @@ from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.models.grammar.matcher import GrammarCompiler
 
 if TYPE_CHECKING:
+    from dynamo.inference.native.weight_peers import WeightPeers
     from dynamo.models.card import ModelCard
     from dynamo.models.resolve import ModelFiles
     from dynamo.runtime.shared_memory import SharedMemoryClient
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 class EngineInputs(msgspec.Struct, frozen=True):
     """The arguments of every engine factory. `memory_bytes` is what the engine may use, 0 where
-    nobody has measured it. `shared_memory` is what processes of a supervisor share."""
+    nobody has measured it. `shared_memory` is what processes of a supervisor share,
+    `weight_peers` where weights are read from processes of others."""
 
     settings: Settings
     card: ModelCard
@@ -31,6 +33,7 @@ class EngineInputs(msgspec.Struct, frozen=True):
     clock: Clock
     memory_bytes: int = 0
     shared_memory: SharedMemoryClient | None = None
+    weight_peers: WeightPeers | None = None
 
     def grammar_compiler(self) -> GrammarCompiler:
         """Return what enforces structured outputs for the model's tokenizer."""

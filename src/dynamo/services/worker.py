@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dynamo.core.errors import Unsupported, WorkerFailed
 from dynamo.core.plugins import ENGINES, engine_needs_weights
@@ -28,6 +29,7 @@ from dynamo.models.embedding_model import (
     weights_digest,
 )
 from dynamo.models.resolve import ModelFiles, resolve_model
+from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.frontend_namespaces import FrontendNamespaces
 from dynamo.services.model_store.preparation import (
@@ -38,6 +40,9 @@ from dynamo.services.model_store.preparation import (
     offer_model_of,
 )
 from dynamo.services.model_store.store import open_model_store
+
+if TYPE_CHECKING:
+    from dynamo.inference.native.weight_peers import WeightPeers
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +87,8 @@ class WorkerService:
             return
         card = make_card(files, settings)
         memory_bytes = settings.model.memory or available_memory_bytes(settings.worker_count)
-        inputs = EngineInputs(
-            settings, card, files, runtime.clock, memory_bytes, runtime.shared_memory
-        )
+        shared = runtime.shared_memory, _weight_peers(runtime)
+        inputs = EngineInputs(settings, card, files, runtime.clock, memory_bytes, *shared)
         await self._serve(runtime, await open_engine(kind, inputs), card)
 
     async def _serve(self, runtime: DistributedRuntime, engine: Engine, card: ModelCard) -> None:
@@ -100,6 +104,18 @@ class WorkerService:
         fields = {"model": served_card.name, "engine": kind, "instance": runtime.instance_id}
         fields["namespace"] = runtime.settings.runtime.namespace
         log.info("worker serves", extra={"fields": fields})
+
+
+def _weight_peers(runtime: DistributedRuntime) -> WeightPeers | None:
+    """Return the peers of a native worker that others share discovery with; else None."""
+    settings = runtime.settings
+    if settings.engine.kind != "native" or runtime.shared_memory is None:
+        return None
+    if runtime.planes.discovery == deployment_of(settings).discovery_url:
+        return None
+    from dynamo.inference.native.weight_peers import WeightPeers
+
+    return WeightPeers(runtime)
 
 
 async def _serve_embeddings(runtime: DistributedRuntime, files: ModelFiles) -> None:

@@ -26,7 +26,9 @@ class TransferMetrics:
     def __init__(self, registry: Registry | None = None) -> None:
         registry = registry or Registry()
         self.bytes = registry.counter(
-            "dynamo_transfer_bytes_total", "Bytes of KV blocks pulled from peers", ("backend",)
+            "dynamo_transfer_bytes_total",
+            "Bytes of KV blocks and weights pulled from peers",
+            ("backend",),
         )
         self.seconds = registry.histogram(
             "dynamo_transfer_seconds",

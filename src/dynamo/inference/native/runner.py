@@ -111,11 +111,30 @@ class NativeRunner(WeightsRunner):
             raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         return digest or weights.digest
 
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        self._offer_weights()
+        return info
+
     async def sleep(self, level: int) -> None:
+        await self._withdraw_weights()
         await self._run(self._sleep, level)
 
     async def wake_up(self) -> None:
         await self._run(self._wake_up)
+        self._offer_weights()
+
+    async def stop(self) -> None:
+        await self._withdraw_weights()
+        await super().stop()
+
+    async def _withdraw_weights(self) -> None:
+        if self.shared_weights is not None and self.shared_weights.peers is not None:
+            await self.shared_weights.peers.withdraw()
+
+    def _offer_weights(self) -> None:
+        if self.shared_weights is not None and self.shared_weights.peers is not None:
+            self.shared_weights.peers.start_offer()
 
     def _sleep(self, level: int) -> None:
         """Give memory back. Private weights stay where they are at level 1."""

@@ -1,8 +1,9 @@
 """Prepared weights in sealed memory, which the workers of a deployment map read-only.
 
 The first worker prepares the arrays in the memory, as the kernels read them. A manifest follows
-them, then its length: whoever attaches reads no tensor. Mappings begin at a multiple of a huge
-page, so that the kernel can give them huge pages.
+them, and its length is at the end: whoever attaches reads no tensor. Mappings begin at a multiple
+of a huge page, so that the kernel can give them huge pages. The memory has the form of a
+`MemoryRegion`, whose generations are all 0: workers of other hosts can read it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from dynamo.communication.transfer.region import memory_offset
 from dynamo.inference.native.blocked_matmul import BlockedMatrix
 from dynamo.inference.native.buffers import ALIGNED_FLOATS, Arena
 from dynamo.inference.native.decoder import DecoderLayer, DecoderWeights, prepare_weights
 from dynamo.inference.native.gated_mlp import MlpShard
+from dynamo.inference.native.weight_peers import SLOT_BYTES
 from dynamo.models.checkpoint.safetensors import weight_files
 from dynamo.models.file_cache import hash_file, stored_hash
 from dynamo.runtime.shared_memory import SEALS, SharedMemoryClient
@@ -34,11 +37,12 @@ if TYPE_CHECKING:
 
     from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.numpy_backend import NumpyBackend
+    from dynamo.inference.native.weight_peers import WeightPeers
     from dynamo.inference.native.weights_digest import DigestedWeights
 
 log = logging.getLogger(__name__)
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Counts changes of what the kernels read: memory of another version is not mapped."""
 HUGE_PAGE_BYTES = 2 << 20
 MAP_FIXED = 0x10
@@ -63,9 +67,13 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class SharedWeights:
-    """The weights of the model at `path`, in the memory of a supervisor."""
+    """The weights of the model at `path`, in the memory of a supervisor. `peers` are processes of
+    other supervisors."""
 
-    def __init__(self, memory: SharedMemoryClient, path: Path) -> None:
+    def __init__(
+        self, memory: SharedMemoryClient, path: Path, peers: WeightPeers | None = None
+    ) -> None:
+        self.peers = peers
         self._memory = memory
         self._path = path
         self._key = ""
@@ -99,6 +107,8 @@ class SharedWeights:
             data = os.pread(fd, length, size - LENGTH_BYTES - length)
             manifest = msgspec.msgpack.decode(data, type=_Manifest)
             self._mapped = self._small_pages = floats = _map_memory(fd, size, mmap.PROT_READ)
+            if self.peers is not None:
+                self.peers.hold(os.dup(fd), self.content_key)
         finally:
             os.close(fd)
         return _from_manifest(manifest.weights, floats), manifest.digest
@@ -113,11 +123,13 @@ class SharedWeights:
         return hashlib.sha256(msgspec.json.encode((files, self._facts))).hexdigest()
 
     def _provide(self, weights: DigestedWeights, backend: NumpyBackend) -> int:
-        """Return the descriptor of prepared weights: inherited ones, or else new ones."""
+        """Return the descriptor of prepared weights: inherited, of a peer, or new ones."""
         if PRELOADED:
             if (fd := PRELOADED.get(self.content_key(), -1)) >= 0:
                 return os.dup(fd)
             log.warning("the weights of the snapshot are of other files or settings")
+        if self.peers is not None and (fd := self.peers.fetch(self.content_key())) >= 0:
+            return fd
         return _build(weights, backend)
 
     def start_huge_pages(self) -> None:
@@ -143,6 +155,8 @@ class SharedWeights:
         if not comes_back:
             self._mapped = None
             self._memory.release(self._key)
+            if self.peers is not None:
+                self.peers.release()
 
 
 class PreloadedMemory(SharedMemoryClient):
@@ -157,9 +171,11 @@ class PreloadedMemory(SharedMemoryClient):
         return os.dup(self.fd)
 
 
-def shared_weights(memory: SharedMemoryClient | None, path: Path) -> SharedWeights | None:
+def shared_weights(
+    memory: SharedMemoryClient | None, path: Path, peers: WeightPeers | None = None
+) -> SharedWeights | None:
     """Return the weights of a process with shared memory; None without."""
-    return None if memory is None else SharedWeights(memory, path)
+    return None if memory is None else SharedWeights(memory, path, peers)
 
 
 class _SharedArena(Arena):
@@ -168,9 +184,11 @@ class _SharedArena(Arena):
 
     def __init__(self, limit_bytes: int) -> None:
         self.fd = os.memfd_create("dynamo-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, limit_bytes)
-        self._floats = _map_memory(self.fd, limit_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._used = 0
+        self._header_bytes = memory_offset(-(-limit_bytes // SLOT_BYTES))
+        size = self._header_bytes + limit_bytes
+        os.ftruncate(self.fd, size)
+        self._floats = _map_memory(self.fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._used = self._header_bytes // FLOAT_BYTES
 
     def __call__(self, *shape: int) -> Floats:
         start, size = self._used, prod(shape)
@@ -191,12 +209,13 @@ class _SharedArena(Arena):
     def finish(self, manifest: bytes) -> None:
         """Add the manifest. No array of this arena may be in use any more."""
         data = manifest + len(manifest).to_bytes(LENGTH_BYTES, "little")
-        end = self._used * FLOAT_BYTES
+        slots = -(-(self._used * FLOAT_BYTES - self._header_bytes + len(data)) // SLOT_BYTES)
+        while memory_offset(slots) < self._header_bytes:
+            slots += 1
+        end = self._header_bytes + slots * SLOT_BYTES
         del self._floats
         os.ftruncate(self.fd, end)
-        with open(self.fd, "r+b", closefd=False) as file:
-            file.seek(end)
-            file.write(data)
+        os.pwrite(self.fd, data, end - len(data))
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
 
 

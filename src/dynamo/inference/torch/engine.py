@@ -60,7 +60,7 @@ def _make_native_runner(inputs: EngineInputs) -> NativeRunner:
         context_tokens=inputs.card.context_tokens,
         memory_bytes=inputs.memory_bytes,
         cache=inputs.settings.cache,
-        shared_weights=shared_weights(inputs.shared_memory, inputs.files.path),
+        shared_weights=shared_weights(inputs.shared_memory, inputs.files.path, inputs.weight_peers),
     )
 
 
