@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from tests.unit.inference_native.test_native_runner import PROMPTS, generate_all
 from tests.unit.inference_native.test_shared_weights import CountedWeights
 from tests.unit.processes import Processes
 
-from dynamo.communication.transfer.shm import ShmPeer
-from dynamo.communication.transfer.tcp import TcpPeer
+from dynamo.communication.transfer.backend import BackendPeer
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings
 from dynamo.inference.engine import BatchedEngine
@@ -93,7 +93,12 @@ class Hosts:
         await self._processes.close()
 
 
-@pytest.fixture(params=["tcp:", "shm:"])
+NIXL = pytest.param(
+    "nixl:", marks=pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="needs NIXL")
+)
+
+
+@pytest.fixture(params=["tcp:", "shm:", NIXL])
 async def hosts(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[Hosts]:
     hosts = Hosts(tiny_llama, request.param)
     yield hosts
@@ -173,7 +178,7 @@ async def test_a_peer_that_fails_costs_the_start_nothing_but_the_file(
         await plane.close()
     elif fault == "slow":
         monkeypatch.setattr(weight_peers, "CONNECT_S", 0.5)
-        for peer in (ShmPeer, TcpPeer):
+        for peer in BackendPeer.__subclasses__():
             monkeypatch.setattr(peer, "_copy", lambda self, reads: asyncio.sleep(3600))
     elif fault == "refused":
         region = replace(record.region, slot_bytes=4096)
