@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from msgspec.structs import replace
+from tests.support.supervisors import control, serving
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -144,6 +145,24 @@ async def test_it_does_not_take_the_place_of_other_settings(
     other = replace(standby.settings, engine=replace(standby.settings.engine, block_size=32))
     await play(supervise(worker, replace(standby, settings=other), out=out), "worker-1")
     assert lines(out, "takes") == []
+
+
+async def test_a_restart_renews_it_too(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    supervisor = supervise(*specs_of(spec, workers=1))
+    async with serving(supervisor):
+        await until(lambda: stands_by(supervisor))
+        before = child_called(supervisor, "worker-standby-1").pid
+        await control(deployment, "restart", "worker")
+        await until(
+            lambda: (
+                stands_by(supervisor) and child_called(supervisor, "worker-standby-1").pid != before
+            )
+        )
+        before = child_called(supervisor, "worker-standby-1").pid
+        await control(deployment, "restart", "worker-1")
+        await until(lambda: child_called(supervisor, "worker-standby-1").pid not in {0, before})
 
 
 async def test_each_process_keeps_its_devices(spec: Spec, supervise: Supervise) -> None:

@@ -252,7 +252,7 @@ class ProcessGroup:
             replaced = named or self._replaceable_children(name)
         for old in replaced:
             await self.replace_child(old, progress)
-        restart_standbys(self.children, self._specs_by_name)
+        restart_standbys(self.children, self._specs_by_name, replaced)
 
     def change_settings(self, kind: str, before: Values, after: Values) -> None:
         """Start children of a kind with other values of settings from now on."""

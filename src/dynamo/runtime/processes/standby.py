@@ -12,7 +12,11 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_spec import ChildSpec
-from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process
+from dynamo.runtime.processes.process_names import (
+    STANDBY_SUFFIX,
+    kind_of_process,
+    kind_of_spec,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +62,19 @@ def serving_instead(
     return next((child for child in children if child is not new and child.spec.name == name), old)
 
 
-def restart_standbys(children: Sequence[ChildProcess], specs: Mapping[str, ChildSpec]) -> None:
-    """Let standby processes end whose settings have changed, so that they start with the new
-    ones. `specs` are those of the new settings, by name."""
+def restart_standbys(
+    children: Sequence[ChildProcess],
+    specs: Mapping[str, ChildSpec],
+    replaced: Sequence[ChildProcess] = (),
+) -> None:
+    """Let standby processes end whose settings have changed, so that they start with the new ones,
+    and those of the kinds of `replaced` processes: the model's files may have changed. `specs` are
+    those of the new settings, by name."""
+    kinds = {kind_of_spec(child.spec) for child in replaced}
     for child in children:
         spec = specs.get(child.spec.name, child.spec)
-        if child.spec.standby and child.spec.settings != spec.settings:
+        changed = child.spec.settings != spec.settings or kind_of_spec(child.spec) in kinds
+        if child.spec.standby and changed:
             child.spec = replace(child.spec, settings=spec.settings)
             child.send_signal(signal.SIGTERM)
 
