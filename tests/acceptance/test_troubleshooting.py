@@ -29,7 +29,7 @@ from dynamo.core.errors import ConfigError, Forbidden, ModelUnavailable
 from dynamo.core.settings import Settings, resolve_settings
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.inference.vllm.startup import ADVICE
-from dynamo.operations import doctor
+from dynamo.operations.doctor import checks as doctor
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.services.deployment.launch import check_open_files
 

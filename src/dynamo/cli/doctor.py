@@ -12,7 +12,7 @@ from dynamo.cli.settings_flags import add_settings_flags, load_settings
 from dynamo.core.redaction import redact
 
 if TYPE_CHECKING:
-    from dynamo.operations.doctor import Finding
+    from dynamo.operations.doctor.checks import Finding
 
 EXAMPLES = """\
   dynamo doctor
@@ -40,12 +40,12 @@ def run(arguments: Sequence[str]) -> int:
     args = parser().parse(arguments)
     settings = load_settings(args).settings
 
-    from dynamo.operations.deployment_checks import check_running
-    from dynamo.operations.doctor import run_checks
+    from dynamo.operations.doctor.checks import run_checks
+    from dynamo.operations.doctor.deployment import check_running
 
     findings = [*run_checks(settings), *check_running(settings)]
     if args.network:
-        from dynamo.operations.network_checks import check_network
+        from dynamo.operations.doctor.network import check_network
 
         findings += check_network()
     text = msgspec.json.encode(findings).decode() if args.json else format_findings(findings)

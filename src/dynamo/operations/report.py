@@ -23,7 +23,7 @@ from dynamo.core.redaction import redact
 from dynamo.core.settings import LoadedSettings
 from dynamo.core.settings.explain import effective_settings
 from dynamo.core.settings.load import DEFAULT_ORIGIN
-from dynamo.operations.deployment_checks import check_readings
+from dynamo.operations.doctor.deployment import check_readings
 from dynamo.operations.router_client import RouterClient
 from dynamo.operations.running import ProcessReading, read_processes
 from dynamo.runtime.deployment import Deployment, ProcessRecord, add_waiting_children

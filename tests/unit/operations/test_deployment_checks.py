@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo.cli.ps import format_age
-from dynamo.operations.deployment_checks import check_readings
-from dynamo.operations.doctor import Finding
+from dynamo.operations.doctor.checks import Finding
+from dynamo.operations.doctor.deployment import check_readings
 from dynamo.operations.running import ProcessReading, read_processes
 from dynamo.runtime.deployment import ProcessRecord
 

@@ -18,7 +18,7 @@ from dynamo.core.settings.schema import (
     ServerSettings,
 )
 from dynamo.inference.engines.packages import ENGINE_PACKAGES, EngineStatus
-from dynamo.operations import doctor
+from dynamo.operations.doctor import checks as doctor
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 
 

@@ -12,8 +12,8 @@ from tests.support.kubernetes import GRAPH, GraphPods, KubernetesClient, account
 
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
-from dynamo.operations import doctor
-from dynamo.operations.kubernetes_check import check_kubernetes
+from dynamo.operations.doctor import checks as doctor
+from dynamo.operations.doctor.kubernetes import check_kubernetes
 from dynamo.operations.operator.objects import DISCOVERY_RULES
 from dynamo.testing.kubernetes.cluster import Cluster
 

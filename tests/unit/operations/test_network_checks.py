@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.operations.network_checks import MIN_BUFFER_BYTES, check_network
+from dynamo.operations.doctor.network import MIN_BUFFER_BYTES, check_network
 
 SMALL = {
     "net/core/rmem_max": "212992\n",

@@ -12,7 +12,7 @@ import pytest
 from dynamo.communication.transfer import MemoryRegion, RegionDescriptor
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
-from dynamo.operations import doctor
+from dynamo.operations.doctor import checks as doctor
 from dynamo.runtime.distributed import DistributedRuntime
 
 

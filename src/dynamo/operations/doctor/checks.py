@@ -263,8 +263,8 @@ def servers(settings: Settings) -> Finding:
         return Finding("servers", "ok", "none is needed")
     import asyncio
 
-    from dynamo.operations.kubernetes_check import check_kubernetes
-    from dynamo.operations.plane_checks import check_plane_servers
+    from dynamo.operations.doctor.kubernetes import check_kubernetes
+    from dynamo.operations.doctor.planes import check_plane_servers
 
     text = ""
     if chosen.discovery.startswith("kubernetes"):
@@ -276,7 +276,7 @@ def transfer(settings: Settings) -> Finding:
     """Check how workers would pull KV blocks of each other."""
     import asyncio
 
-    from dynamo.operations.plane_checks import check_transfer
+    from dynamo.operations.doctor.planes import check_transfer
 
     text, reachable = asyncio.run(check_transfer(settings))
     if reachable:

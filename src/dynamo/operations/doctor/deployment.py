@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.core.settings import Settings
-from dynamo.operations.doctor import Finding, Verdict
+from dynamo.operations.doctor.checks import Finding, Verdict
 from dynamo.operations.running import ProcessReading, fetch, read_processes
 from dynamo.runtime.deployment import add_waiting_children, deployment_of
 

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynamo.operations.doctor import Finding
+from dynamo.operations.doctor.checks import Finding
 
 MIN_BUFFER_BYTES = 16 << 20
 """10 Gbit/s with 10 ms to the other host fill 12 MB."""

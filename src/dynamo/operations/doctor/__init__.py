@@ -1,0 +1,1 @@
+"""`dynamo doctor`: checks of this machine, its network, the planes and a running deployment."""
