@@ -2,12 +2,15 @@
 """Count the function calls of a short request in a frontend, and measure its CPU without sockets.
 
     benchmarks/request_calls.py --model MODEL_DIR [--mode kv] [--api responses] [--requests 200]
-                                [--most 40] [--record]
+                                [--most 40] [--record] [--compare]
+                                [--stories none|default|sampled|traced]
 
 A whole frontend runs (one output token, streamed) without sockets: the client's bytes go directly
 to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
 machine: calls of Python's functions, and with those of built-in ones. CPU is the minimum of 40
-rounds of 64 concurrent requests. A response is not stored. Stories are published. With `--record` the record of requests
+rounds of 512 requests, 64 at once, after which their stories are published. A response is not stored.
+With `--stories`, no story is told, or spans are exported of 1 % or all requests; `--compare` measures
+the CPU of these in turn. With `--record` the record of requests
 is written, whose thread is not part of the CPU. The last lines in mode kv count the files of the
 source that a request passes, and those of its decision. A decision lasts from the entry of the
 router until the ledger has the chosen worker.
@@ -28,6 +31,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -59,8 +63,10 @@ from dynamo.telemetry.story import StoryListener
 BUILT_IN = "built-in "
 SOURCE = str(Path(dynamo.__file__).parent)
 END = b"0\r\n\r\n"
-AT_ONCE = 64
+AT_ONCE, PUBLISHED = 64, 512
 ROUNDS = 40
+RATIOS = {"none": None, "default": None, "sampled": 0.01, "traced": 1.0}
+"""The share of requests of which spans are exported."""
 WORDS = ("over", "and", "after", "world", "water", "long", "house", "number", "people", "day")
 APIS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (
@@ -255,15 +261,36 @@ async def trace_files(frontend: Frontend) -> tuple[list[str], list[str]]:
     return [file for file, _ in calls], [file for file, _ in decision]
 
 
-async def measure(frontend: Frontend) -> float:
-    """Return the CPU microseconds per request."""
-    times = []
-    for _ in range(ROUNDS):
+async def measure_round(frontend: Frontend, publish: Callable[[], None]) -> float:
+    """Return the CPU microseconds per request of one round."""
+    spent = 0.0
+    for _ in range(PUBLISHED // AT_ONCE):
         requests = [frontend.request() for _ in range(AT_ONCE)]
         began = time.thread_time()
         await frontend.serve(frontend.clients, requests)
-        times.append((time.thread_time() - began) / AT_ONCE * 1e6)
-    return min(times)
+        spent += time.thread_time() - began
+    began = time.thread_time()
+    publish()
+    return (spent + time.thread_time() - began) / PUBLISHED * 1e6
+
+
+async def measure(frontend: Frontend, publish: Callable[[], None]) -> float:
+    """Return the CPU microseconds per request."""
+    return min([await measure_round(frontend, publish) for _ in range(ROUNDS)])
+
+
+async def compare_stories(
+    frontend: Frontend, publish: Callable[[], None], tell: Callable[[str], None]
+) -> None:
+    """Print the CPU with each kind of stories, measured in turn, and its ratio to none."""
+    times: dict[str, list[float]] = {name: [] for name in RATIOS}
+    for _ in range(ROUNDS):
+        for name, each in times.items():
+            tell(name)
+            each.append(await measure_round(frontend, publish))
+    for name, each in times.items():
+        ratio = median(ours / none for ours, none in zip(each, times["none"], strict=True))
+        print(f"stories {name}: {min(each):.1f} us, ratio {ratio:.3f}")
 
 
 async def open_listeners(
@@ -296,7 +323,14 @@ async def main(arguments: argparse.Namespace) -> None:
         publisher = StoryPublisher(runtime, routing.sample)
         record = state if arguments.record else ""
         listeners = await open_listeners(runtime, publisher, stack, record)
-        application.generation.stories = Stories(listeners, runtime.clock.wall)
+        stories = Stories(listeners, runtime.clock.wall)
+
+        def tell(name: str) -> None:
+            application.generation.stories = None if name == "none" else stories
+            application.trace_ratio = RATIOS[name]
+            stories.keeps_options = application.trace_ratio is not None
+
+        tell(arguments.stories)
         ModelWatcher(runtime, gateway, routing).start()
         while not runtime.health.healthy:
             await runtime.clock.sleep(0.05)
@@ -314,13 +348,17 @@ async def main(arguments: argparse.Namespace) -> None:
         await frontend.connect_workers(runtime.clock)
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready
-        await measure(frontend)
+        await measure(frontend, publisher.publish)
         calls = await count(frontend, arguments.requests, publisher.publish)
         own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))
         print(f"{own / arguments.requests:.0f} calls per request")
         print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
-        print(f"{await measure(frontend):.0f} us of CPU per request, without sockets")
-        if arguments.mode == "kv":
+        print(
+            f"{await measure(frontend, publisher.publish):.1f} us of CPU per request, without sockets"
+        )
+        if arguments.compare:
+            await compare_stories(frontend, publisher.publish, tell)
+        elif arguments.mode == "kv":
             traces = [await trace_files(frontend) for _ in range(9)]
             request, decision = min(traces, key=lambda each: len(each[1]))  # without load reports
             changes = sum(before != after for before, after in pairwise(decision))
@@ -337,6 +375,8 @@ if __name__ == "__main__":
     parser.add_argument("--api", choices=APIS, default="chat")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--most", type=int, default=0)
+    parser.add_argument("--stories", choices=RATIOS, default="default")
+    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--record", action="store_true")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main(parser.parse_args()))
