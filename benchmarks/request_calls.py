@@ -307,6 +307,31 @@ async def open_listeners(
     return [publisher.add, recorder.add]
 
 
+async def report(
+    arguments: argparse.Namespace,
+    frontend: Frontend,
+    publish: Callable[[], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Print the calls and the CPU of a request, and what the arguments ask."""
+    await measure(frontend, publish)
+    calls = await count(frontend, arguments.requests, publish)
+    own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))
+    print(f"{own / arguments.requests:.0f} calls per request")
+    print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
+    print(f"{await measure(frontend, publish):.1f} us of CPU per request, without sockets")
+    if arguments.compare:
+        await compare_stories(frontend, publish, tell)
+    elif arguments.mode == "kv":
+        traces = [await trace_files(frontend) for _ in range(9)]
+        request, decision = min(traces, key=lambda each: len(each[1]))  # without load reports
+        changes = sum(before != after for before, after in pairwise(decision))
+        print(f"{len(set(request))} files a request")
+        print(f"{len(set(decision))} files and {changes} changes of file a decision")
+    for name, number in calls.most_common(arguments.most):
+        print(f"{number / arguments.requests:8.2f} {name}")
+
+
 async def main(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         state = stack.enter_context(tempfile.TemporaryDirectory())
@@ -348,24 +373,7 @@ async def main(arguments: argparse.Namespace) -> None:
         await frontend.connect_workers(runtime.clock)
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready
-        await measure(frontend, publisher.publish)
-        calls = await count(frontend, arguments.requests, publisher.publish)
-        own = sum(number for name, number in calls.items() if not name.startswith(BUILT_IN))
-        print(f"{own / arguments.requests:.0f} calls per request")
-        print(f"{calls.total() / arguments.requests:.0f} with those of built-in functions")
-        print(
-            f"{await measure(frontend, publisher.publish):.1f} us of CPU per request, without sockets"
-        )
-        if arguments.compare:
-            await compare_stories(frontend, publisher.publish, tell)
-        elif arguments.mode == "kv":
-            traces = [await trace_files(frontend) for _ in range(9)]
-            request, decision = min(traces, key=lambda each: len(each[1]))  # without load reports
-            changes = sum(before != after for before, after in pairwise(decision))
-            print(f"{len(set(request))} files a request")
-            print(f"{len(set(decision))} files and {changes} changes of file a decision")
-        for name, number in calls.most_common(arguments.most):
-            print(f"{number / arguments.requests:8.2f} {name}")
+        await report(arguments, frontend, publisher.publish, tell)
 
 
 if __name__ == "__main__":
