@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamo.operations.operator.kinds import GRAPH
 from dynamo.operations.operator.status import time_value
 
 CONFLICT_S = 300.0
@@ -68,3 +69,18 @@ def deletion_costs(
         if past != cost and (name in first or past == FIRST):
             result[name] = cost
     return result
+
+
+def replica_fields(graph: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the replicas of components, by their names, for an apply of these fields."""
+    metadata = graph["metadata"]
+    services = graph["spec"].get("services")
+    spec: dict[str, Any] = {"components": [{"name": n, "replicas": c} for n, c in counts.items()]}
+    if services is not None:
+        spec = {"services": {name: {"replicas": count} for name, count in counts.items()}}
+    return {
+        "apiVersion": graph["apiVersion"],
+        "kind": GRAPH,
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+        "spec": spec,
+    }

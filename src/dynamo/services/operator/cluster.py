@@ -6,6 +6,7 @@ no write is repeated for want of its event.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -68,6 +69,7 @@ UNFOLLOWED: Final[Mapping[str, tuple[str, str]]] = {
 OPTIONAL: Final = (CLIQUE_SET, SCALING_GROUP, LEADER_SET)
 OLDER: Final[Mapping[str, str]] = {"policy/v1": "policy/v1beta1"}
 """Versions for servers that lack the newer one, with the same fields."""
+CONCURRENT_WRITES: Final = 16
 OLDEST_MINOR: Final = 20
 GATES_MINOR: Final = 30
 Owner = tuple[str, str]
@@ -112,6 +114,7 @@ class ClusterView:
         self._older: Mapping[str, str] = {}
         self.groups: frozenset[str] = frozenset()
         self._minor: int | None = None
+        self._slots = asyncio.Semaphore(CONCURRENT_WRITES)
 
     @property
     def has_gates(self) -> bool:
@@ -357,9 +360,10 @@ class ClusterView:
     async def _send(
         self, method: str, path: str, body: Any, form: str = "application/json"
     ) -> bytes:
-        if not self._may_write():
-            raise PlaneUnavailable("this operator does not hold the Lease")
-        return await self._link.request(method, path, body, content_type=form)
+        async with self._slots:
+            if not self._may_write():
+                raise PlaneUnavailable("this operator does not hold the Lease")
+            return await self._link.request(method, path, body, content_type=form)
 
 
 def marked_object(item: Object) -> Object:

@@ -23,11 +23,16 @@ from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.operations.operator.rules import check_graph, manifest_path, references
-from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs
+from dynamo.operations.operator.scaling import (
+    COST,
+    ScalingHistory,
+    deletion_costs,
+    replica_fields,
+)
 from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
 from dynamo.operations.operator.view import Desired, Observed
-from dynamo.operations.operator.workloads import DEPLOYMENT
+from dynamo.operations.operator.workloads import DEPLOYMENT, WORKLOADS
 from dynamo.services.operator.cluster import ClusterView, Object, Owner
 from dynamo.services.operator.events import EventRecorder
 from dynamo.services.operator.gang_gates import GangGates
@@ -260,11 +265,13 @@ class OperatorLoop:
                 if (hint := await self.cluster.missing_hint(reference, namespace)) is not None
             ]
         if state.checked != now:
-            state.refused = []
-            for item in wanted.objects:
-                key = (item["kind"], item["metadata"]["name"])
-                if key in wanted.templates and self._is_new(item, observed.objects.get(key)):
-                    state.refused += await self._refusals(item, key, wanted)
+            keys = {(item["kind"], item["metadata"]["name"]): item for item in wanted.objects}
+            refusals = [
+                self._refusals(item, key, wanted)
+                for key, item in keys.items()
+                if key in wanted.templates and self._is_new(item, observed.objects.get(key))
+            ]
+            state.refused = [problem for part in await run_all(*refusals) for problem in part]
         state.checked = now
 
     def _is_new(self, item: Object, live: Object | None) -> bool:
@@ -286,13 +293,10 @@ class OperatorLoop:
         return []
 
     async def _write(
-        self,
-        graph: Object,
-        wanted: Desired,
-        observed: Observed,
-        state: GraphState,
+        self, graph: Object, wanted: Desired, observed: Observed, state: GraphState
     ) -> None:
-        """Write all that differs, in the order of `Desired`."""
+        """Write all that differs, in the order of `Desired`. Workloads come after what they need,
+        and those of a new graph at once."""
         cluster, namespace = self.cluster, graph["metadata"]["namespace"]
         status = msgspec.to_builtins(wanted.status)
         if wanted.status_first:
@@ -301,22 +305,16 @@ class OperatorLoop:
             await self._choose_leaving(observed.objects.get((kind, name)), observed, replicas)
             await cluster.scale(kind, namespace, name, replicas)
             self._events.add(graph, "Scaled", f"{kind} {name} has {replicas} replicas now")
-        for item in wanted.objects:
-            kind, name = item["kind"], item["metadata"]["name"]
-            if kind == "Secret":
-                await cluster.create(kind, item)
-                state.has_secret = True
-                continue
-            live = observed.objects.get((kind, name))
-            if kind == DEPLOYMENT:
-                await self._choose_leaving(live, observed, item["spec"]["replicas"])
-            if await cluster.apply(item, live):
-                self._events.add(graph, "Applied", f"{kind} {name}")
+        workloads = [item for item in wanted.objects if item["kind"] in WORKLOADS]
+        others = [item for item in wanted.objects if item["kind"] not in WORKLOADS]
+        size = 1 if observed.workloads() else max(1, len(workloads))
+        for part in (others, *(workloads[at : at + size] for at in range(0, len(workloads), size))):
+            await run_all(*(self._apply(graph, item, observed, state) for item in part))
         for (kind, name), item in wanted.deletions.items():
             await cluster.delete(kind, item)
             self._events.add(graph, "Deleted", f"{kind} {name}")
         if wanted.replicas:
-            await cluster.apply_fields(_replica_fields(graph, wanted), SCALING)
+            await cluster.apply_fields(replica_fields(graph, wanted.replicas), SCALING)
             text = ", ".join(f"{name} {count}" for name, count in wanted.replicas.items())
             self._events.add(graph, "ScalingAdapterWins", f"replicas of adapters: {text}")
         for item in list(cluster.owned((namespace, bounded(graph["metadata"]["name"]))).values()):
@@ -325,6 +323,21 @@ class OperatorLoop:
         await cluster.put_status(graph, status)
         self._events.add_status(graph, wanted.status)
         self._events.flush(self._tasks)
+
+    async def _apply(
+        self, graph: Object, item: Object, observed: Observed, state: GraphState
+    ) -> None:
+        """Write an object if it is not as desired."""
+        kind, name = item["kind"], item["metadata"]["name"]
+        if kind == "Secret":
+            await self.cluster.create(kind, item)
+            state.has_secret = True
+            return
+        live = observed.objects.get((kind, name))
+        if kind == DEPLOYMENT:
+            await self._choose_leaving(live, observed, item["spec"]["replicas"])
+        if await self.cluster.apply(item, live):
+            self._events.add(graph, "Applied", f"{kind} {name}")
 
     async def _choose_leaving(self, live: Object | None, observed: Observed, replicas: int) -> None:
         """Let the pods of a Deployment with the least load leave first, if some are to leave."""
@@ -370,19 +383,3 @@ def _is_of_another(item: Object, uid: str) -> bool:
     """Whether an object belongs to a graph that was there before under this name."""
     owners = item["metadata"].get("ownerReferences") or ()
     return any(owner["kind"] == GRAPH and owner["uid"] != uid for owner in owners)
-
-
-def _replica_fields(graph: Object, wanted: Desired) -> Object:
-    """Return the replicas of all components with an adapter, for an apply of these fields."""
-    metadata = graph["metadata"]
-    services = graph["spec"].get("services")
-    counts = wanted.replicas
-    spec: Object = {"components": [{"name": n, "replicas": c} for n, c in counts.items()]}
-    if services is not None:
-        spec = {"services": {name: {"replicas": count} for name, count in counts.items()}}
-    return {
-        "apiVersion": graph["apiVersion"],
-        "kind": GRAPH,
-        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-        "spec": spec,
-    }
