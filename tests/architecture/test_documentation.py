@@ -38,6 +38,8 @@ UNITS = (
     "processes",
     "active",
     "info",
+    "watts",
+    "celsius",
 )
 
 

@@ -35,6 +35,7 @@ from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.service_models import ServiceModelWatcher
 from dynamo.services.shared_metrics import SharedPortMetrics
+from dynamo.telemetry.gpus import Gpus
 from dynamo.telemetry.story import StoryListener
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class FrontendService:
         """Start serving. Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         self._was_routable = False
+        self._gpus = Gpus()
         gateway = Gateway()
         self._routing = routing = ProcessRouting(runtime)
         self._model_watcher = ModelWatcher(runtime, gateway, routing)
@@ -216,6 +218,7 @@ class FrontendService:
         """Return the fields of /health that this process adds."""
         states = self._model_watcher.model_states()
         return {
+            "gpu_memory_usage": self._gpus.memory_usage(),
             "model_states": {name: state._asdict() for name, state in states.items()},
             "workers": self._model_watcher.count_workers(),
             "prefill": self._model_watcher.prefill_workers(),

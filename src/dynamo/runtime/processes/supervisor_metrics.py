@@ -11,6 +11,7 @@ from dynamo.runtime.deployment import ProcessState
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.telemetry import Registry
+from dynamo.telemetry.gpus import Gpus
 
 
 class ScrapedProcess(NamedTuple):
@@ -36,7 +37,8 @@ class AlertWatch(Protocol):
 def declare_supervisor_metrics(
     metrics: Registry, children: Sequence[ChildProcess], disk_space: DiskSpaceMonitor
 ) -> None:
-    """Declare the metrics of a supervisor."""
+    """Declare the metrics of a supervisor, and those of the GPUs of its host."""
+    Gpus().declare_metrics(metrics)
 
     def count_states() -> Mapping[tuple[str, ...], float]:
         counts = Counter((child.spec.role, _state(child)) for child in children)
