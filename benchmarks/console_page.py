@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.chromium import Chromium
 
 from dynamo.application.app import RouterApplication
-from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler
-from dynamo.application.console.stream import DeploymentStream
+from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, DeploymentStream
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.http import HttpLimits, HttpServer
@@ -34,7 +33,6 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.values import Load
 from dynamo.operations.observer.observer import DeploymentObserver
-from dynamo.services.observing.console import ShownProcess
 from dynamo.telemetry.metrics import Registry
 
 BLOCKS, OPEN_S, WATCHED_S, SAMPLED_S = 60_000, 5, 20, 900
@@ -88,14 +86,14 @@ class MadeUpDeployment:
         """Return what the console shows of it."""
         activity = self.observer.show_activity(60)
         processes = {
-            name: ShownProcess(
-                name=name.rpartition("-")[0],
-                role="worker",
-                state="ready",
-                model="Llama-3.3-70B-Instruct",
-                engine="vllm",
-                since=1_700_000_000,
-            )
+            name: {
+                "name": name.rpartition("-")[0],
+                "role": "worker",
+                "state": "ready",
+                "model": "Llama-3.3-70B-Instruct",
+                "engine": "vllm",
+                "since": 1_700_000_000,
+            }
             for name in self.names
         }
         return {

@@ -14,8 +14,12 @@ import msgspec
 import pytest
 
 from dynamo.application.app import RouterApplication
-from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, console_files
-from dynamo.application.console.stream import DeploymentStream
+from dynamo.application.console.handler import (
+    CONSOLE_PATH,
+    ConsoleHandler,
+    DeploymentStream,
+    console_files,
+)
 from dynamo.application.exchange import Exchange
 from dynamo.application.front_page import FrontPage, LocateConsole
 from dynamo.communication.addresses import url_for_browser

@@ -1,13 +1,15 @@
-"""The routes of the console: its files, and what it shows beside the observer's other routes."""
+"""The routes of the console: its files, the stream of its deployment, logs and settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Protocol
 
-from dynamo.application.console.stream import DeploymentStream
+import msgspec
+
 from dynamo.application.exchange import Exchange, compress
 from dynamo.application.routes import Route
 from dynamo.communication.addresses import url_for_browser
@@ -15,6 +17,8 @@ from dynamo.core.errors import NotFound
 
 CONSOLE_PATH = "/console"
 FILES_PREFIX, LOGS_PREFIX = "/console/", "/logs/"
+KEYED = ("processes", "workers")
+"""Parts of a deployment that are mappings. Of these, only entries that differ are sent."""
 CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -40,8 +44,8 @@ def console_files() -> Mapping[str, tuple[str, bytes]]:
 class ConsoleSource(Protocol):
     """The source of the console's data: `services.observing.console.DeploymentConsole`."""
 
-    @property
-    def frontends(self) -> Sequence[str]: ...
+    frontends: Sequence[str]  # as they listen, at the last reading
+
     async def show_deployment(self) -> Mapping[str, Any]: ...
     async def read_logs(self, process: str) -> Sequence[str]: ...
     async def list_settings(self) -> Any: ...
@@ -110,3 +114,65 @@ class ConsoleHandler:
     async def settings(self, exchange: Exchange) -> None:
         """GET /settings: the settings that are no defaults, without secrets."""
         exchange.send_value({"settings": await self._source.list_settings()})
+
+
+class DeploymentStream:
+    """Sends the deployment that `read` returns to all viewers."""
+
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._read = read
+        self._state: Mapping[str, Any] = {}
+        self._whole = b""
+        self._viewers: dict[Exchange, asyncio.Event] = {}
+
+    async def serve(self, exchange: Exchange, own: Mapping[str, Any]) -> None:
+        """Send events until the client leaves, or has not read for long (`server.stall_s` or
+        `server.stream_backlog_bytes`). `own`: what only this client gets."""
+        if not self._viewers:
+            state = await self._read()
+            if not self._viewers:
+                self._state, self._whole = state, b""
+        self._whole = self._whole or _event(self._state)
+        exchange.start_stream("")
+        exchange.response.write(_event(own))
+        exchange.response.write(self._whole)
+        left = self._viewers[exchange] = asyncio.Event()
+        try:
+            await left.wait()
+        finally:
+            self._viewers.pop(exchange, None)
+
+    async def update(self) -> None:
+        """Send what has changed, if there are viewers. Called once a second."""
+        if not self._viewers:
+            return
+        state = await self._read()
+        event = _event(find_changes(self._state, state))
+        self._state, self._whole = state, b""
+        for exchange, left in list(self._viewers.items()):
+            if not exchange.response.write(event):
+                left.set()
+
+    async def close(self) -> None:
+        """End all streams, so that the server need not wait for them."""
+        for exchange, left in list(self._viewers.items()):
+            exchange.response.end()
+            left.set()
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parts that differ. Entries of `KEYED` parts that have gone are None."""
+    changes: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if name in KEYED and old is not None:
+            changed = {key: each for key, each in value.items() if old.get(key) != each}
+            if changed := changed | dict.fromkeys(old.keys() - value.keys()):
+                changes[name] = changed
+        elif old != value:
+            changes[name] = value
+    return changes
+
+
+def _event(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -26,19 +26,8 @@ PACE_S = 60
 ANSWER_TIMEOUT_S = 5.0
 
 
-class ShownProcess(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A process of the deployment on this host. `address`: the HTTP URL for users, or "". `reason`:
-    why it is not healthy, or how the one before it ended. `since`: Unix time of its start."""
-
-    name: str
-    role: str
-    state: str
-    model: str = ""
-    engine: str = ""
-    address: str = ""
-    restarts: int = 0
-    reason: str = ""
-    since: int = 0
+SHOWN = ("name", "role", "state", "model", "engine", "restarts", "reason")
+"""Of a process. `reason`: why it is not healthy, or how the one before it ended."""
 
 
 class DeploymentConsole:
@@ -47,16 +36,11 @@ class DeploymentConsole:
     def __init__(self, runtime: DistributedRuntime, observer: DeploymentObserver) -> None:
         self._runtime, self._observer = runtime, observer
         self._deployment = deployment_of(runtime.settings)
-        self._processes: Mapping[str, ShownProcess] = {}
+        self.frontends: Sequence[str] = ()
+        self._processes: Mapping[str, Mapping[str, Any]] = {}
         self._reports: Mapping[str, Any] = {}
         self._alerts: Sequence[Mapping[str, Any]] = ()
         self._read_at_s = self._reported_at_s = float("-inf")
-
-    @property
-    def frontends(self) -> Sequence[str]:
-        """The URLs of the frontends, as they listen, at the last reading."""
-        processes = self._processes.values()
-        return [each.address for each in processes if each.role == "frontend"]
 
     async def show_deployment(self) -> Mapping[str, Any]:
         """Return the deployment: its processes, the observer's `Activity`, alerts and reports. A
@@ -92,8 +76,10 @@ class DeploymentConsole:
         except StoreUnavailable as error:
             return {"reason": str(error)}
 
-    def _read(self) -> tuple[Mapping[str, ShownProcess], Sequence[Mapping[str, Any]]]:
+    def _read(self) -> tuple[Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         records = add_waiting_children(self._deployment.live_processes())
+        urls = (each.address for each in records if each.role == "frontend")
+        self.frontends = [url for url in urls if url.startswith("http")]
         now_s = self._runtime.clock.wall()
         processes = {each.instance or each.name: _show_process(each, now_s) for each in records}
         return processes, read_alerts(records)
@@ -128,15 +114,7 @@ class DeploymentConsole:
         return msgspec.json.decode(text, type=SupervisorReport)
 
 
-def _show_process(record: ProcessRecord, now_s: float) -> ShownProcess:
-    return ShownProcess(
-        name=record.name,
-        role=record.role,
-        state=record.state,
-        model=record.model,
-        engine=record.engine,
-        address=record.address if record.address.startswith("http") else "",
-        restarts=record.restarts,
-        reason=record.reason,
-        since=round(now_s - age_s(record.start_ticks)) if record.pid else 0,
-    )
+def _show_process(record: ProcessRecord, now_s: float) -> Mapping[str, Any]:
+    """Return the fields that are not empty, and `since`, the Unix time of its start."""
+    shown = {name: value for name in SHOWN if (value := getattr(record, name))}
+    return shown | ({"since": round(now_s - age_s(record.start_ticks))} if record.pid else {})

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
-from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler
-from dynamo.application.console.stream import DeploymentStream
+from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, DeploymentStream
 from dynamo.application.observer import ObserverHandler
 from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
@@ -82,9 +81,8 @@ class ObserverService:
         )
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.add_shutdown_hook(lambda _: console.stream.close())
-        runtime.tasks.start(self._sample_every_second(), "worker samples")
+        runtime.tasks.start(self._sample_every_second(console.stream), "worker samples")
         runtime.tasks.start(self._write_books(), "slo")
-        runtime.tasks.start(self._update_console(console.stream), "console")
         await runtime.discovery.put(self._key, runtime.public_address.encode())
 
     def _export_traces(self, options: TraceOptions) -> None:
@@ -138,22 +136,15 @@ class ObserverService:
             callback=observer.collector.alert_ratios,
         )
 
-    async def _sample_every_second(self) -> None:
+    async def _sample_every_second(self, stream: DeploymentStream) -> None:
         clock = self._runtime.clock
         while True:
             await clock.sleep(SAMPLE_INTERVAL_S)
             try:
                 self._observer.sample(self._loads.loads)
-            except Exception:
-                log.exception("workers were not sampled")
-
-    async def _update_console(self, stream: DeploymentStream) -> None:
-        while True:
-            await self._runtime.clock.sleep(SAMPLE_INTERVAL_S)
-            try:
                 await stream.update()
             except Exception:
-                log.exception("the console was not updated")
+                log.exception("workers were not sampled or shown")
 
     async def _write_books(self) -> None:
         """Write the counts of requests, and find out whether this observer exports traces: the

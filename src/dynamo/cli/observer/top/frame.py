@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from dynamo.cli.observer.top.state import TopState, WorkerRow
+from dynamo.cli.ps import format_age
 
 Style = Literal["", "title", "head", "bad", "selected", "dim"]
 BARS = " ▁▂▃▄▅▆▇█"
@@ -73,13 +74,6 @@ def _size(value: float) -> str:
             return f"{value:.0f}{unit}" if value < 10 * 1024 or unit == "G" else ""
         value /= 1024
     return ""
-
-
-def format_age(seconds: float) -> str:
-    """Return an age as `dynamo ps` shows it."""
-    from dynamo.cli.ps import format_age as format_like_ps
-
-    return format_like_ps(seconds)
 
 
 def _tiers(row: WorkerRow) -> str:

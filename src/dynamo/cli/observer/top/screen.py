@@ -18,10 +18,10 @@ from dynamo.cli.observer.top.frame import (
     View,
     chosen_requests,
     chosen_workers,
-    format_age,
     make_frame,
 )
 from dynamo.cli.observer.top.state import TopReader, TopState, WorkerRow
+from dynamo.cli.ps import format_age
 from dynamo.core.errors import DynamoError
 
 KEY_WAIT_MS = 200
@@ -264,25 +264,18 @@ def read_key(screen: Any) -> str:
     terminal's description lacks are not read as Esc and letters."""
     try:
         key = screen.get_wch()
-        if key == "\x1b" and _skip_pending(screen):
-            return ""
+        if key == "\x1b":
+            screen.timeout(0)
+            with suppress(curses.error):  # nothing follows
+                screen.get_wch()
+                key = ""
+                curses.flushinp()
+            screen.timeout(KEY_WAIT_MS)
     except (curses.error, KeyboardInterrupt) as error:
         return "" if isinstance(error, curses.error) else "q"
     if isinstance(key, int):
         return NAMES.get(key, "")
     return CHARACTERS.get(key, str(key))
-
-
-def _skip_pending(screen: Any) -> bool:
-    """Drop what has been typed already. Returns whether there was something."""
-    screen.timeout(0)
-    count = 0
-    with suppress(curses.error):
-        while True:
-            screen.get_wch()
-            count += 1
-    screen.timeout(KEY_WAIT_MS)
-    return bool(count)
 
 
 def _make_styles() -> Mapping[str, int]:
