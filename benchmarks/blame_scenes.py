@@ -267,6 +267,6 @@ SCENARIOS = {
         (),
         NatsProcess,
         answers=8,
-        needs_moves=1,
+        needs_moves=2,
     ),
 }
