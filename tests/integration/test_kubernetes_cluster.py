@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import kubernetes_validate
 import pytest
 import yaml
 from tests.conftest import until
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
 INSTALLATION = Path(__file__).parents[2] / "deploy" / "kubernetes"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
 WEB = """
 apiVersion: apps/v1
@@ -137,3 +139,23 @@ def test_applied_deployment_serves_and_ends(cluster: dict[str, str]) -> None:
     kubectl(cluster, "uncordon", "node-0")
     kubectl(cluster, "delete", "deploy/web", "svc/web")
     kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")
+
+
+def test_settings_in_a_config_map_serve_and_change(
+    cluster: dict[str, str], tiny_model: Path
+) -> None:
+    text = (EXAMPLES / "config.yaml").read_text()
+    for item in yaml.safe_load_all(text):
+        for version in ("1.30", "1.37"):
+            kubernetes_validate.validate(item, version, strict=True)
+    text = text.replace("names: [mock]", f"names: [mock]\n      path: {tiny_model}")
+    kubectl(cluster, "apply", "-f", "-", text=text)
+    kubectl(cluster, "rollout", "status", "deploy/dynamo", "--timeout=110s")
+    with urlopen(f"http://{address_of(cluster, 'dynamo')}:8000/v1/models", timeout=60) as answer:
+        assert json.load(answer)["data"][0]["id"] == "mock"
+    text = text.replace("max_concurrent_requests: 64", "max_concurrent_requests: 32")
+    kubectl(cluster, "apply", "-f", "-", text=text)
+    changed = "setting=server.max_concurrent_requests before=64 after=32"
+    until(lambda: changed in kubectl(cluster, "logs", "deploy/dynamo"))
+    kubectl(cluster, "delete", "-f", "-", text=text)
+    kubectl(cluster, "wait", "--for=delete", "pod", "-l", "app=dynamo", "--timeout=60s")

@@ -1,4 +1,4 @@
-"""Messages about a cluster that is away, too old for the token, or gives no rights."""
+"""Messages for a user whose cluster is away, too old for the token, or gives no rights."""
 
 from __future__ import annotations
 
