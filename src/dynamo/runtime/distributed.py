@@ -265,7 +265,7 @@ class DistributedRuntime:
             callback=lambda: {
                 (name,): float(name not in self.unreachable_planes()) for name in PLANE_NAMES
             },
-            merge="max",
+            merge="min",
         )
         self.lifecycle.transition_to(LifecycleState.REGISTERED)
         self.lifecycle.transition_to(LifecycleState.RUNNING)

@@ -24,7 +24,7 @@ ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
 Exemplar = tuple[Mapping[str, str], float]
 """Labels of an example, and its Unix time."""
 
-MergeMode = Literal["sum", "max"]
+MergeMode = Literal["sum", "max", "min"]
 
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
@@ -138,7 +138,7 @@ class _RegisteredMetric(msgspec.Struct):
 
 
 class _Options(TypedDict, total=False):
-    """`merge`: "max" for gauges that all processes observe alike."""
+    """`merge`: "max" or "min" for gauges whose sum over processes means nothing."""
 
     callback: ScrapeCallback | None
     merge: MergeMode
@@ -366,11 +366,11 @@ def _escape_help(text: str) -> str:
 def render_merged(texts: Sequence[str]) -> str:
     """Merge several results of `Registry.render` in order of first occurrence.
 
-    Samples are summed. Gauges declared with `merge="max"` take the largest value.
+    Samples are summed. Gauges declared with `merge="max"` or "min" take that value.
     """
     heads: dict[str, dict[str, None]] = {}
     samples: dict[str, dict[str, float]] = {}
-    largest: set[str] = set()
+    combine: dict[str, Callable[[float, float], float]] = {}
     for text in texts:
         family = ""
         for line in text.splitlines():
@@ -378,13 +378,14 @@ def render_merged(texts: Sequence[str]) -> str:
                 family = line.split(" ", 3)[2]
             if line.startswith("# "):
                 heads.setdefault(family, {})[line] = None
-                if line == f"# MERGE {family} max":
-                    largest.add(family)
+                if line.startswith("# MERGE "):
+                    combine[family] = min if line.endswith(" min") else max
             elif line:
                 name, _, number = line.rpartition(" ")
                 merged, value = samples.setdefault(family, {}), float(number)
-                combine = max if family in largest else add
-                merged[name] = combine(merged[name], value) if name in merged else value
+                if name in merged:
+                    value = combine.get(family, add)(merged[name], value)
+                merged[name] = value
     lines: list[str] = []
     for family, head in heads.items():
         lines += head

@@ -80,6 +80,7 @@ def test_metrics_of_several_processes_are_merged() -> None:
         registry = Registry()
         registry.gauge("dynamo_active", "requests", ("model",)).labels("a b").set(active)
         registry.gauge("dynamo_known", "workers", merge="max").set(active)
+        registry.gauge("dynamo_up_ratio", "up", merge="min").set(active)
         registry.histogram("dynamo_t_seconds", "t", (1,)).observe(active / 3)
         texts.append(registry.render())
 
@@ -87,9 +88,10 @@ def test_metrics_of_several_processes_are_merged() -> None:
 
     assert 'dynamo_active{model="a b"} 5' in merged
     assert "dynamo_known 3" in merged
+    assert "dynamo_up_ratio 2" in merged
     assert 'dynamo_t_seconds_bucket{le="1.0"} 2' in merged
     assert "dynamo_t_seconds_count 2" in merged
-    assert len([line for line in merged if line.startswith("# TYPE")]) == 3
+    assert len([line for line in merged if line.startswith("# TYPE")]) == 4
 
 
 def test_process_metrics_have_memory_and_open_files() -> None:

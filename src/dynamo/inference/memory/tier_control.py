@@ -259,6 +259,7 @@ def declare_tier_metrics(registry: Registry, control: KvControl) -> None:
         "Share of a worker's engines whose tier works.",
         ("tier",),
         callback=control.working_share,
+        merge="min",
     )
     registry.counter(
         "dynamo_worker_tier_blocks_total",

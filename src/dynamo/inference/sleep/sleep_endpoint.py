@@ -57,6 +57,7 @@ class SleepEndpoint:
             "1 while the worker sleeps at a level, otherwise 0.",
             ("level",),
             callback=lambda: {(str(each),): float(self.level == each) for each in SLEEP_LEVELS},
+            merge="max",
         )
 
     async def serve(

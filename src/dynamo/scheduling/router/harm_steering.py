@@ -129,9 +129,11 @@ def declare_harm_metrics(
         "dynamo_router_harm_weight_ratio",
         "Price of a pause for answers, steered by router.disaggregation.itl_slo.",
         callback=lambda: read("weight"),
+        merge="max",
     )
     registry.gauge(
         "dynamo_router_slow_gap_ratio",
         "Share of times between tokens above router.disaggregation.itl_slo in the last 8 s.",
         callback=lambda: read("slow_share"),
+        merge="max",
     )
