@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,10 +283,10 @@ async def _kill_under_streams(
     requests = [client.encode_request(key, PROMPT, TOKENS) for key in range(2 * STREAMS)]
     reference = [(await client.send(key, request)).text for key, request in enumerate(requests)]
     before = _left(supervisor)
-    killer = _Killer(server, args.kills, args.every)
-    killer.start()
     counts = {"requests": 0, "failed": 0, "altered": 0}
     errors: list[str] = []
+    killer = _Killer(server, args.kills, args.every, lambda: counts["requests"])
+    killer.start()
 
     async def run_streams(number: int) -> None:
         key = number
@@ -313,11 +313,18 @@ async def _kill_under_streams(
 
 
 class _Killer(threading.Thread):
-    """Kills a ready worker and waits until its place serves again, and the next one stands by."""
+    """Kills a ready worker and waits until its place serves again and the next one stands by.
 
-    def __init__(self, server: Server, kills: int, every_s: float) -> None:
+    As many requests as there are streams end between two kills. A request is refused when three
+    workers in a row die before its next token, which is slow on a busy machine.
+    """
+
+    def __init__(
+        self, server: Server, kills: int, every_s: float, count_requests: Callable[[], int]
+    ) -> None:
         super().__init__(daemon=True)
         self._deployment = deployment_of(server)
+        self._count_requests = count_requests
         self._kills, self._every_s = kills, every_s
         self.again_s: list[float] = []
 
@@ -333,6 +340,9 @@ class _Killer(threading.Thread):
             ):
                 time.sleep(0.005)
             self.again_s.append(now() - killed)
+            ended = self._count_requests()
+            while self._count_requests() < ended + STREAMS:
+                time.sleep(0.05)
             time.sleep(self._every_s * rng.uniform(0.5, 1.5))
             while any(
                 "standby" in record.name and record.state != "standby"
