@@ -6,17 +6,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import msgspec
-
 from dynamo.communication.directory import RecordChange, follow_records
-from dynamo.core.errors import DECODE_ERRORS, DynamoError
+from dynamo.core.errors import DynamoError
 from dynamo.core.settings import Settings
 from dynamo.models.downloads.sources import parse_spec
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.process import run_process
 from dynamo.services.model_store.download import fetch_model
 from dynamo.services.model_store.files import STORE_COMPONENT
-from dynamo.services.model_store.records import SMALL_KEY, StoreRecord, parse_key, store_prefix
+from dynamo.services.model_store.records import SMALL_KEY, decode_records, parse_key, store_prefix
 from dynamo.services.model_store.store import ModelStore, open_model_store
 
 log = logging.getLogger(__name__)
@@ -36,13 +34,10 @@ class ModelKeeper:
 
     def _apply(self, batch: Sequence[RecordChange], replaces: bool) -> None:
         del replaces
-        for change in batch:
-            key, instance = parse_key(change.key.removeprefix(self._prefix))
-            if change.value is None or instance == self._store.runtime.instance_id:
-                continue
-            try:
-                record = msgspec.json.decode(change.value, type=StoreRecord)
-            except DECODE_ERRORS:
+        values = {change.key: change.value for change in batch if change.value is not None}
+        for name, record in decode_records(values, self._prefix).items():
+            key, instance = parse_key(name)
+            if instance == self._store.runtime.instance_id:
                 continue
             if record.state == "fetching" and not record.is_store and key not in self._busy:
                 self._busy.add(key)

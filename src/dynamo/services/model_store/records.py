@@ -4,7 +4,7 @@ its source."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 from urllib.parse import quote, unquote
@@ -63,6 +63,15 @@ def parse_key(text: str) -> tuple[str, str]:
     """Return the model and the instance of a key without its prefix."""
     key, _, instance = text.partition("/")
     return unquote(key), instance
+
+
+def decode_records(values: Mapping[str, bytes], prefix: str) -> dict[str, StoreRecord]:
+    """Return the records of keys without their prefix. A record of another version is left out."""
+    records = {}
+    for key, value in values.items():
+        with suppress(*DECODE_ERRORS):
+            records[key.removeprefix(prefix)] = msgspec.json.decode(value, type=StoreRecord)
+    return records
 
 
 class PeerRecords:
@@ -139,12 +148,8 @@ class PeerRecords:
 
     async def _read_others(self) -> dict[str, StoreRecord]:
         """Return the records of others as they are now."""
-        records = {}
-        for key, value in (await self._runtime.discovery.get(self._prefix)).items():
-            instance = key.removeprefix(self._prefix)
-            with suppress(*DECODE_ERRORS):
-                if instance != self._runtime.instance_id:
-                    records[instance] = msgspec.json.decode(value, type=StoreRecord)
+        records = decode_records(await self._runtime.discovery.get(self._prefix), self._prefix)
+        records.pop(self._runtime.instance_id, None)
         return records
 
     @staticmethod
@@ -169,11 +174,10 @@ class PeerRecords:
         if replaces:
             self.others.clear()
         for change in batch:
-            instance = change.key.removeprefix(self._prefix)
-            self.others.pop(instance, None)
-            if change.value is not None and instance != self._runtime.instance_id:
-                with suppress(*DECODE_ERRORS):
-                    self.others[instance] = msgspec.json.decode(change.value, type=StoreRecord)
+            self.others.pop(change.key.removeprefix(self._prefix), None)
+        values = {change.key: change.value for change in batch if change.value is not None}
+        self.others |= decode_records(values, self._prefix)
+        self.others.pop(self._runtime.instance_id, None)
         self.known.set()
         self.changed.set()
 
@@ -184,9 +188,5 @@ async def read_records(settings: Settings) -> list[tuple[str, str, StoreRecord]]
     prefix = store_prefix(settings.runtime.namespace)
     async with await DistributedRuntime.create(settings, role="client") as runtime:
         values = await runtime.discovery.get(prefix)
-    records = []
-    for name, value in sorted(values.items()):
-        with suppress(*DECODE_ERRORS):
-            record = msgspec.json.decode(value, type=StoreRecord)
-            records.append((*parse_key(name.removeprefix(prefix)), record))
-    return records
+    records = sorted(decode_records(values, prefix).items())
+    return [(*parse_key(name), record) for name, record in records]
