@@ -384,7 +384,8 @@ def render_merged(texts: Sequence[str]) -> str:
                 name, _, number = line.rpartition(" ")
                 merged, value = samples.setdefault(family, {}), float(number)
                 if name in merged:
-                    value = combine.get(family, add)(merged[name], value)
+                    merge: Callable[[float, float], float] = combine.get(family, add)
+                    value = merge(merged[name], value)
                 merged[name] = value
     lines: list[str] = []
     for family, head in heads.items():
