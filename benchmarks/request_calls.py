@@ -96,6 +96,11 @@ class ClientTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def pause_reading(self) -> None:
+        """Do nothing: a request that comes before the end of the last one waits."""
+
+    resume_reading = pause_reading
+
 
 class WorkerTransport(ClientTransport):
     """A worker's end of a connection, which answers pending calls on request."""
