@@ -105,7 +105,7 @@ class GraphCluster:
         await self._tasks.close()
         await self._cluster.__aexit__(*error)
         if error == (None, None, None):
-            assert not self.server.access.refused, "the operator lacks a right"
+            assert not self.server.access.refused, self.server.access.refused
 
     async def operator(
         self,

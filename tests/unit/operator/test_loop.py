@@ -362,3 +362,6 @@ async def test_the_status_command_says_what_does_not_serve(
     assert lines[-2:] == ["  Ready: pods_not_ready", "    d: 0 of 2 ready"]
     assert await asyncio.to_thread(print_status, "lab") == 0
     assert capsys.readouterr().out == "no graphs in lab\n"
+    (refused,) = cluster.server.access.refused  # the command asks with the rights of its user
+    assert refused.startswith('namespaces "lab" is forbidden')
+    cluster.server.access.refused.clear()
