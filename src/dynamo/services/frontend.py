@@ -26,7 +26,7 @@ from dynamo.services.adapters import AdapterOrders
 from dynamo.services.desired_models import STATES
 from dynamo.services.embedding_models import EmbeddingModelWatcher
 from dynamo.services.model_watcher import ModelWatcher
-from dynamo.services.observing.observer_urls import find_observer_url
+from dynamo.services.observing.pages import find_observer_url
 from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.observing.slo_counter import promised_ttft_s
 from dynamo.services.observing.trace_export import TraceOptions

@@ -31,8 +31,7 @@ from dynamo.services import components
 from dynamo.services.catalogue import MODELS, Catalogue, incompatible_workers
 from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
 from dynamo.services.model_uses import close_removed_model
-from dynamo.services.observing.observer_urls import find_observer_url
-from dynamo.services.observing.pages import serve_pages
+from dynamo.services.observing.pages import find_observer_url, serve_pages
 from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.services.routing import ProcessRouting
 from dynamo.telemetry.metrics import Counter

@@ -24,8 +24,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.observing.console import DeploymentConsole
-from dynamo.services.observing.observer_urls import OBSERVERS_PREFIX
-from dynamo.services.observing.pages import serve_pages
+from dynamo.services.observing.pages import OBSERVERS_PREFIX, serve_pages
 from dynamo.services.observing.slo_counter import promised_ttft_s, slo_file
 from dynamo.services.observing.trace_export import TraceExporter, TraceOptions
 from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch

@@ -1,4 +1,4 @@
-"""The HTTP port of a router process or an observer."""
+"""The HTTP port of a router process or an observer, and where observers listen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from dynamo.application.app import RouterApplication
 from dynamo.application.routes import Route
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer, PortInUse
+from dynamo.core.errors import NotFound
 from dynamo.runtime.distributed import DistributedRuntime
+
+OBSERVERS_PREFIX = "/_observers/"
+"""The prefix of the keys of observers in discovery; the namespace and the instance follow."""
 
 
 async def serve_pages(
@@ -54,3 +58,16 @@ async def serve_pages(
         port = await http.start(host, 0)
     runtime.add_shutdown_hook(http.stop)
     runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
+
+
+async def find_observer_url(runtime: DistributedRuntime) -> str:
+    """Return the HTTP URL of an observer of the namespace. Raises `NotFound`, and the errors of
+    discovery."""
+    prefix = f"{OBSERVERS_PREFIX}{runtime.settings.runtime.namespace}/"
+    observers = await runtime.discovery.get(prefix)
+    if not observers:
+        raise NotFound(
+            "no observer runs, which keeps what became of requests",
+            hint="start the deployment without --no-observer, or wait until it has started",
+        )
+    return observers[min(observers)].decode()
