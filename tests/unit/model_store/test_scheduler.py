@@ -94,6 +94,13 @@ def test_the_source_gives_what_no_peer_has(scheduler: PieceScheduler) -> None:
     assert scheduler.next_requests(0.0) == [("b", 5)]
 
 
+def test_a_peer_gives_what_a_busy_source_owes(scheduler: PieceScheduler) -> None:
+    scheduler.use_source(True)
+    requests = scheduler.next_requests(0.0)
+    scheduler.add_pieces("a", [number for _, number in requests])
+    assert {peer for peer, _ in scheduler.next_requests(10.0)} == {"a"}
+
+
 def test_a_busy_peer_is_asked_again_later(scheduler: PieceScheduler) -> None:
     scheduler.add_pieces("a", [0])
     scheduler.next_requests(0.0)

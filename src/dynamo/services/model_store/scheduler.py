@@ -157,11 +157,12 @@ class PieceScheduler:
         return self._late_piece(peer, now) if best is None else best
 
     def _late_piece(self, peer: _Peer, now: float) -> int | None:
-        """Return the piece of a peer that is longest overdue at one other peer."""
+        """Return the piece of a peer that is longest overdue at one other peer, or at the source,
+        which may be busy for long."""
         limit = self._late_s()
         late = [
             (began, number)
-            for other in self._peers.values()
+            for other in (*self._peers.values(), self._source or peer)
             if other is not peer
             for number, began in other.open.items()
             if now - began > limit
