@@ -363,7 +363,8 @@ def test_a_sleeping_worker_is_woken_by_a_request_and_restarted_when_it_dies(
     before = answer()
     assert "worker sleeps at level 2" in order("sleep", "tiny", "--level", "2")
     assert state() == "sleeping"
-    assert "worker sleeps already, at level 2" in order("sleep", "worker")
+    assert "worker sleeps already, at level 2; wake it first" in order("sleep", "worker")
+    assert "worker sleeps already, at level 2\n" in order("sleep", "worker", "--level", "2")
     assert deployment.get("/health")[0] == 200
     (model,) = json.loads(deployment.get("/v1/models")[1])["data"]
     assert model["status"]["value"] == "sleeping"

@@ -80,7 +80,8 @@ async def _send_orders(settings: Settings, target: str, order: SleepOrder) -> No
         for name, instance in chosen.items():
             payload = encode_sleep_order(order)
             answer = await call_worker(runtime, instance, payload, timeout_s)
-            print(_describe(name, msgspec.json.decode(answer, type=SleepAnswer)), flush=True)
+            decoded = msgspec.json.decode(answer, type=SleepAnswer)
+            print(_describe(name, decoded, order.level), flush=True)
 
 
 async def _select(settings: Settings, target: str) -> tuple[str, Mapping[str, Instance]]:
@@ -125,13 +126,12 @@ def _model(instance: Instance) -> str:
     return str(instance.capabilities.get(MODEL_KEY))
 
 
-def _describe(name: str, answer: SleepAnswer) -> str:
+def _describe(name: str, answer: SleepAnswer, level: int) -> str:
+    if not answer.changed and answer.level:
+        hint = "" if answer.level == level else f"; wake it first, to let it sleep at level {level}"
+        return f"{name} sleeps already, at level {answer.level}{hint}"
     if not answer.changed:
-        return (
-            f"{name} sleeps already, at level {answer.level}"
-            if answer.level
-            else f"{name} is awake"
-        )
+        return f"{name} is awake"
     took = f"after {answer.seconds:.2f} s"
     return (
         f"{name} sleeps at level {answer.level} {took}" if answer.level else f"{name} serves {took}"
