@@ -174,7 +174,6 @@ async def test_nothing_asks_for_huge_pages_while_the_worker_sleeps(
     engine = BatchedEngine(open_runner(tiny_llama, shared))
     await engine.start()
     monkeypatch.setattr(shared_weights, "HUGE_PAGE_BYTES", 4096)
-    monkeypatch.setattr(shared_weights, "COLLAPSED_BYTES", 4096)
     page_requests = threading.Semaphore(0)
     leaves = threading.Event()
     count = 0

@@ -51,9 +51,9 @@ MADV_COLLAPSE = 25
 FLOAT_BYTES = 4
 LENGTH_BYTES = 8
 SPARE_BYTES = 64 << 20
-COLLAPSED_BYTES = 8 * HUGE_PAGE_BYTES
-"""Bytes of one call to the kernel, during which a step may wait for them."""
-LOWEST_PRIORITY = 19
+LOW_PRIORITY = 10
+"""The nice value of the thread that asks for huge pages. Steps wait for the page that it is at: on
+a busy machine, a lower priority would hold them for seconds."""
 PRELOADED: dict[str, int] = {}
 """Descriptors of weights that this process inherited, by `SharedWeights.content_key`."""
 _NODES = {node.__name__: node for node in (DecoderWeights, DecoderLayer, BlockedMatrix, MlpShard)}
@@ -288,14 +288,13 @@ def _map_memory(fd: int, size: int, protection: int) -> Floats:
 
 
 def _collapse(floats: Floats, leaves: threading.Event) -> None:
-    """Ask for huge pages, a few at a time, when the cores have nothing else to do. Ends when the
-    memory `leaves` the process."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    for start in range(0, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, COLLAPSED_BYTES):
+    """Ask for huge pages, one at a time, since a step may wait for a call. Ends when the memory
+    `leaves` the process."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+    for start in range(0, floats.nbytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         if leaves.is_set():
             return
-        size = min(COLLAPSED_BYTES, floats.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start)
-        _madvise(floats.ctypes.data + start, size, MADV_COLLAPSE)
+        _madvise(floats.ctypes.data + start, HUGE_PAGE_BYTES, MADV_COLLAPSE)
 
 
 def _madvise(address: int, size: int, advice: int) -> None:
