@@ -40,6 +40,7 @@ import uvloop
 
 import dynamo
 from dynamo.application import Application, Gateway
+from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.generation.stories import Stories
 from dynamo.communication.frames import MAX_FRAME_BYTES, FrameSplitter, pack_items
 from dynamo.communication.http import HttpLimits
@@ -51,6 +52,7 @@ from dynamo.core.settings.schema import ModelSettings, RecordSettings, RuntimeSe
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Finish, ProbeResult, Started
+from dynamo.operations.observer.stages import STAGES
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.services.model_watcher import ModelWatcher
@@ -298,6 +300,13 @@ async def compare_stories(
         print(f"stories {name}: {min(each):.1f} us, ratio {ratio:.3f}")
 
 
+def open_application(runtime: DistributedRuntime, gateway: Gateway) -> Application:
+    """Return the application of a frontend, with the metrics of stages."""
+    server, metrics = runtime.settings.server, runtime.metrics
+    stages = FrontendMetrics(metrics, stage_names=STAGES)
+    return Application(server, gateway, runtime.clock, metrics, metrics=stages)
+
+
 async def open_listeners(
     runtime: DistributedRuntime, publisher: StoryPublisher, stack: AsyncExitStack, record: str
 ) -> list[StoryListener]:
@@ -348,9 +357,9 @@ async def main(arguments: argparse.Namespace) -> None:
             await DistributedRuntime.create(settings, role="frontend")
         )
         gateway = Gateway()
-        application = Application(settings.server, gateway, runtime.clock, runtime.metrics)
+        application = open_application(runtime, gateway)
         routing = ProcessRouting(runtime)
-        publisher = StoryPublisher(runtime, routing.sample)
+        publisher = StoryPublisher(runtime, routing.sample, application.metrics)
         record = state if arguments.record else ""
         listeners = await open_listeners(runtime, publisher, stack, record)
         stories = Stories(listeners, runtime.clock.wall)

@@ -68,29 +68,35 @@ def find_stages(story: EndedStory) -> list[StageTime]:
 def stage_durations(story: EndedStory) -> Iterable[tuple[str, int]]:
     """Return names and microseconds as `find_stages` does, with stages that took no time. Most
     stories have one attempt and take 2 us."""
-    if len(story.attempts) == 1 and not story.limit_us and story.admitting_us is not None:
+    read_us, admitting_us, ended_us = story.read_us, story.admitting_us, story.ended_us
+    if len(story.attempts) == 1 and not story.limit_us and admitting_us is not None:
         (attempt,) = story.attempts
-        times, first_us = attempt.times, attempt.first_us
-        if first_us is not None and times is not None and times.prefill_s is not None:
-            queue_us, prefill_us, transfer_us = _prompt_times(times)
-            decode_us = attempt.ended_us - first_us
+        times = attempt.times or WorkerTimes()
+        first_us, until_us = attempt.first_us, attempt.ended_us
+        choosing_us, placed_us = attempt.choosing_us, attempt.placed_us
+        if first_us is not None and (
+            0 <= read_us <= admitting_us <= choosing_us <= placed_us <= first_us <= until_us
+        ):
+            queue_us = prefill_us = transfer_us = 0
+            if times.prefill_s is not None:
+                queue_us, prefill_us, transfer_us = _prompt_times(times)
+            rest_us = first_us - placed_us - queue_us - prefill_us - transfer_us
+            decode_us = until_us - first_us
             if times.decode_s is not None:
                 decode_us = min(decode_us, int(times.decode_s * 1e6))
-            send_us = first_us - attempt.placed_us - queue_us - prefill_us - transfer_us
-            stages = (
-                ("read", story.read_us),
-                ("tokenise", story.admitting_us - story.read_us),
-                ("admit", attempt.choosing_us - story.admitting_us),
-                ("place", attempt.placed_us - attempt.choosing_us),
-                ("send", send_us),
-                ("queue", queue_us),
-                ("transfer", transfer_us),
-                ("prefill", prefill_us),
-                ("decode", decode_us),
-                ("deliver", story.ended_us - first_us - decode_us),
-            )
-            if min(us for _, us in stages) >= 0:
-                return stages
+            if rest_us >= 0 and until_us <= ended_us:
+                return (
+                    ("read", read_us),
+                    ("tokenise", admitting_us - read_us),
+                    ("admit", choosing_us - admitting_us),
+                    ("place", placed_us - choosing_us),
+                    (UNKNOWN if times.prefill_s is None else "send", rest_us),
+                    ("queue", queue_us),
+                    ("transfer", transfer_us),
+                    ("prefill", prefill_us),
+                    ("decode", decode_us),
+                    ("deliver", ended_us - first_us - decode_us),
+                )
     return ((stage.name, stage.us) for stage in find_stages(story))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
@@ -154,6 +154,7 @@ class StoryPublisher:
         """Return the stories to publish, and how many are left out."""
         pending, tables, good = len(self._pending), 0, 0
         stories: list[EndedStory] = []
+        models: dict[str, _ModelCounts] = {}
         for _ in range(pending):
             story = self._pending.popleft()
             if story is None:
@@ -163,8 +164,13 @@ class StoryPublisher:
             matters = broken or bool(story.end) or moved or story.ended_us > LATE_US
             good += not matters
             if self._metrics is not None and story.model:
-                is_example = matters or good <= MAX_TABLES
-                _count_story(self._metrics.for_model(story.model), story, is_example=is_example)
+                counts = models.get(story.model)
+                if counts is None:
+                    metrics = self._metrics.for_model(story.model)
+                    counts = models[story.model] = _ModelCounts(metrics)
+                counts.add(story)
+                if matters or good <= MAX_TABLES:
+                    _set_exemplars(counts.metrics, story)
             if not matters and good > MAX_STORIES:
                 continue
             if story.options is not None:
@@ -177,32 +183,50 @@ class StoryPublisher:
                 else:
                     attempt.costs = ()
             stories.append(story)
+        for counts in models.values():
+            counts.finish()
         dropped = max(0, good - MAX_STORIES)
         if dropped:
             self._dropped.inc(dropped)
         return stories, dropped
 
 
-def _count_story(metrics: ModelMetrics, story: EndedStory, *, is_example: bool) -> None:
-    """Add a story to the metrics of its model; `is_example`: name it at the buckets it is in."""
-    stages = metrics.stages
-    for name, us in stage_durations(story):
-        if us:
-            stages[name].observe(us * 1e-6)
-    first_us, gap_s = story.first_us, story.gap_us * 1e-6
-    if story.output_tokens > 1:
-        metrics.longest_gap.observe(gap_s)
-    for attempt in story.attempts:
-        if attempt.times is not None and attempt.times.recomputed_tokens:
-            metrics.recomputed_tokens.inc(attempt.times.recomputed_tokens)
-    if is_example:
-        ids = {"trace_id": story.trace} if story.trace else {}
-        exemplar = ({**ids, "request_id": story.request_id}, story.wall_s + story.ended_us * 1e-6)
-        metrics.duration.set_exemplar(story.ended_us * 1e-6, exemplar)
-        if first_us is not None:
-            metrics.time_to_first_token.set_exemplar(first_us * 1e-6, exemplar)
+class _ModelCounts:
+    """The stories of one model in a batch, for its metrics."""
+
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self.metrics = metrics
+        self._stages: Mapping[str, list[float]] = {stage: [] for stage in metrics.stages}
+        self._gaps_s: list[float] = []
+
+    def add(self, story: EndedStory) -> None:
+        """Add a story."""
+        for name, us in stage_durations(story):
+            if us:
+                self._stages[name].append(us * 1e-6)
         if story.output_tokens > 1:
-            metrics.longest_gap.set_exemplar(gap_s, exemplar)
+            self._gaps_s.append(story.gap_us * 1e-6)
+        for attempt in story.attempts:
+            if attempt.times is not None and attempt.times.recomputed_tokens:
+                self.metrics.recomputed_tokens.inc(attempt.times.recomputed_tokens)
+
+    def finish(self) -> None:
+        """Count the stories."""
+        for name, durations_s in self._stages.items():
+            self.metrics.stages[name].observe_all(durations_s)
+        self.metrics.longest_gap.observe_all(self._gaps_s)
+
+
+def _set_exemplars(metrics: ModelMetrics, story: EndedStory) -> None:
+    """Name a story at the buckets that it is in."""
+    first_us = story.first_us
+    ids = {"trace_id": story.trace} if story.trace else {}
+    exemplar = ({**ids, "request_id": story.request_id}, story.wall_s + story.ended_us * 1e-6)
+    metrics.duration.set_exemplar(story.ended_us * 1e-6, exemplar)
+    if first_us is not None:
+        metrics.time_to_first_token.set_exemplar(first_us * 1e-6, exemplar)
+    if story.output_tokens > 1:
+        metrics.longest_gap.set_exemplar(story.gap_us * 1e-6, exemplar)
 
 
 def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
