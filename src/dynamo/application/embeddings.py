@@ -80,7 +80,7 @@ class EmbeddingHandler:
     ) -> AsyncIterator[Context]:
         """Yield the context of a request, and tell its story at the end."""
         generation = self._generation
-        with generation.tell_story(exchange):
+        with generation.hold_story(exchange, begins=True):
             async with generation.open_context(exchange, served.names[0]) as context:
                 yield context
 

@@ -205,13 +205,13 @@ class GenerationHandler:
         reply = reply_type(exchange, writer, usage_counter, timing, prompts)
         reply.hold_s = self._hold_s
         deadline = deadlines.start(started, exchange.request.headers)
-        begin = None if self.stories is None else self.stories.begin
-        story = begin and begin(exchange, started, options, prompts)
+        if self.stories is not None:
+            self.stories.begin(exchange, started, options, prompts)
         try:
             if not limit.try_acquire():
                 reply.accepted = True
                 await limit.acquire()
-                if story is not None:
+                if (story := exchange.story) is not None:
                     story.limit_s, story.waited_for = self._clock.now() - started, "limit"
             try:
                 if exchange.request.is_large:
@@ -237,26 +237,17 @@ class GenerationHandler:
                 self.stories.end(exchange, usage_counter, timing, tokens, missing, end)
 
     @contextmanager
-    def hold_story(self, exchange: Exchange) -> Iterator[None]:
-        """Let the story of a request last until the block ends, also after its text."""
+    def hold_story(self, exchange: Exchange, *, begins: bool = False) -> Iterator[None]:
+        """Let the story of a request last until the block ends, also after its text. `begins`: it
+        generates no text, and its story begins now."""
         exchange.holds_story = True
+        if begins and self.stories is not None:
+            self.stories.begin(exchange, self._clock.now())
         try:
             yield
         finally:
             if exchange.story is not None and self.stories is not None:
                 self.stories.tell(exchange.story, self._clock.now())
-
-    @contextmanager
-    def tell_story(self, exchange: Exchange) -> Iterator[None]:
-        """Tell the story of a request that generates no text."""
-        if self.stories is None:
-            yield
-            return
-        story = self.stories.begin(exchange, self._clock.now())
-        try:
-            yield
-        finally:
-            self.stories.tell(story, self._clock.now())
 
     @asynccontextmanager
     async def open_context(self, exchange: Exchange, model: str) -> AsyncIterator[Context]:
