@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the whole stack on this host, with Docker or (--local) as plain processes.
+# Run the whole stack on this host, with Docker or (--local) as plain processes, or (--kubernetes) a
+# graph in a cluster.
 set -euo pipefail
 
 HERE=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -24,7 +25,7 @@ export FRONTEND_PORT FRONTEND_2_PORT ROUTER_PORT ETCD_PORT ETCD_PEER_PORT NATS_P
 
 usage() {
   cat <<EOF
-usage: deploy.sh [--local] [--infra | --disagg] COMMAND
+usage: deploy.sh [--local | --kubernetes] [--infra | --disagg] COMMAND
 
   build            build the images dynamo:latest-\$FRAMEWORK and dynamo:latest (--local: check that all programs are installed)
   start            start all services in order, wait until they serve, print the addresses
@@ -36,6 +37,8 @@ usage: deploy.sh [--local] [--infra | --disagg] COMMAND
 
   --local          run etcd, nats-server, router, workers and two frontends as processes of this
                    host, without Docker; their state is in \$DEPLOY_STATE
+  --kubernetes     install the operator and the graph of \$GRAPH (examples/kubernetes/mock.yaml) into the
+                   cluster of kubectl's context; SERVICE is a component
   --infra          only etcd and NATS
   --disagg         with prefill and decode workers, the groups of configs/disagg.yaml
 
@@ -156,7 +159,10 @@ main() {
   for word in "$@"; do
     case $word in
       -h | --help) usage && exit 0 ;;
-      --local) way=local ;;
+      --local | --kubernetes)
+        [[ $way == docker || $way == "${word#--}" ]] || misused "give --local or --kubernetes"
+        way=${word#--}
+        ;;
       --infra | --disagg)
         [[ $PROFILE == stack ]] || misused "--infra has no workers: give --infra or --disagg"
         PROFILE=${word#--}
@@ -173,10 +179,8 @@ main() {
     *) misused "unknown command $command" ;;
   esac
   [[ $PROFILE != disagg ]] || use_disagg
-  if [[ $way == local ]]; then
-    # shellcheck source-path=SCRIPTDIR
-    source "$HERE/local.sh"
-  fi
+  # shellcheck source-path=SCRIPTDIR source=local.sh
+  [[ $way == docker ]] || source "$HERE/$way.sh"
   command -v curl >/dev/null || fail "curl is not installed" "install it: apt-get install curl"
   "${way}_need"
   if [[ $command == restart ]]; then

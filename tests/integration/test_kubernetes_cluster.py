@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -17,6 +18,7 @@ from tests.support.laptop_cluster import KUBECTL, kubectl, laptop_cluster
 pytestmark = pytest.mark.skipif(
     shutil.which("openssl") is None or not KUBECTL.exists(), reason="needs openssl and kubectl"
 )
+DEPLOY = Path(__file__).parents[2] / "deploy" / "deploy.sh"
 INSTALLATION = Path(__file__).parents[2] / "deploy" / "kubernetes"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 MANIFESTS = Path(__file__).parents[1] / "data" / "kubernetes"
@@ -50,6 +52,29 @@ spec:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with laptop_cluster(tmp_path_factory.mktemp("cluster")) as env:
         yield env
+
+
+def test_the_deploy_script_serves_a_graph(cluster: dict[str, str]) -> None:
+    def deploy(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [DEPLOY, "--kubernetes", *words], env={**cluster, "START_TIMEOUT": "90"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout
+        return done.stdout
+
+    assert f"start it: {DEPLOY} --kubernetes start" in deploy("status", code=1)
+    assert "kubectl port-forward service/mock-frontend 8000:8000" in deploy("start")
+    assert deploy("status").endswith("the graph mock is ready\n")
+    assert "[pod/mock-worker-" in deploy("logs", "worker", "--no-follow")
+    kubectl(cluster, "create", "namespace", "other")
+    other = EXAMPLES / "mock.yaml"
+    kubectl(cluster, "apply", "-n", "other", "-f", str(other))
+    assert "the operator stays" in deploy("cleanup")
+    kubectl(cluster, "delete", "-n", "other", "-f", str(other))
+    assert 'clusterrole.rbac.authorization.k8s.io "dynamo-operator" deleted' in deploy("cleanup")
+    deploy("cleanup")
+    assert "--infra has no meaning with --kubernetes" in deploy("--infra", "start", code=2)
 
 
 def address_of(env: dict[str, str], service: str) -> str:
