@@ -300,13 +300,6 @@ async def compare_stories(
         print(f"stories {name}: {min(each):.1f} us, ratio {ratio:.3f}")
 
 
-def open_application(runtime: DistributedRuntime, gateway: Gateway) -> Application:
-    """Return the application of a frontend, with the metrics of stages."""
-    server, metrics = runtime.settings.server, runtime.metrics
-    stages = FrontendMetrics(metrics, stage_names=STAGES)
-    return Application(server, gateway, runtime.clock, metrics, metrics=stages)
-
-
 async def open_listeners(
     runtime: DistributedRuntime, publisher: StoryPublisher, stack: AsyncExitStack, record: str
 ) -> list[StoryListener]:
@@ -357,7 +350,10 @@ async def main(arguments: argparse.Namespace) -> None:
             await DistributedRuntime.create(settings, role="frontend")
         )
         gateway = Gateway()
-        application = open_application(runtime, gateway)
+        stages = FrontendMetrics(runtime.metrics, stage_names=STAGES)
+        application = Application(
+            settings.server, gateway, runtime.clock, runtime.metrics, metrics=stages
+        )
         routing = ProcessRouting(runtime)
         publisher = StoryPublisher(runtime, routing.sample, application.metrics)
         record = state if arguments.record else ""
