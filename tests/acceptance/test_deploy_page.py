@@ -26,7 +26,7 @@ PAGE = [
     for line in block.splitlines()
 ]
 LOCAL = [line for line in PAGE if "--local" in line or line.startswith("curl")]
-DOCKER = [line for line in PAGE if line not in LOCAL]
+DOCKER = [line for line in PAGE if line not in LOCAL and "--kubernetes" not in line]
 PORTS = (
     *("FRONTEND_PORT", "FRONTEND_2_PORT", "ROUTER_PORT", "ETCD_PORT", "ETCD_PEER_PORT"),
     *("NATS_PORT", "NATS_MONITOR_PORT"),
