@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -181,6 +182,18 @@ async def test_an_engine_aborts_what_was_left_and_no_complete_answer(
         await users.handler.ended.wait()
     await engine.stop()
     assert users.aborted == aborted
+
+
+async def test_an_engine_that_ends_by_itself_aborts_what_was_left() -> None:
+    class Attentive(AbortingEngine):
+        async def generate(self, request: Any, context: CallContext) -> Any:
+            context.kill()
+            yield {}
+
+    users = Attentive()
+    async with aclosing(serve_request(users, {}, CallContext("r"))) as chunks:
+        assert [chunk async for chunk in chunks] == [{}]
+    assert users.aborted == ["r"]
 
 
 async def test_a_handler_sees_that_its_request_was_cancelled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -149,11 +150,16 @@ async def _generate(
     engine: LLMEngine, request: Any, context: CompatContext
 ) -> AsyncGenerator[Any, None]:
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
+        aborts = set()
         if type(engine).abort is not BaseEngine.abort:
-            tasks.start(_abort_when_left(engine, context))
-        async with aclosing(engine.generate(request, context)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+            aborts.add(tasks.start(_abort_when_left(engine, context)))
+        try:
+            async with aclosing(engine.generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:  # an engine that looks at the context may end before the abort has begun
+            if aborts and context.is_killed():
+                await asyncio.wait(aborts)
 
 
 async def _abort_when_left(engine: LLMEngine, context: CompatContext) -> None:
