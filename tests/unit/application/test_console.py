@@ -162,7 +162,7 @@ class Viewers:
         response = Recorder(room=room)
         request = Request("GET", b"/deployment", {})
         exchange = Exchange(request, response, "id", "id", ())  # type: ignore[arg-type]
-        task = asyncio.ensure_future(self.stream.serve(exchange, {"frontends": []}))
+        task = asyncio.ensure_future(self.stream.serve(exchange, lambda: {"read": self.reads}))
         while not response.body and not task.done():
             await asyncio.sleep(0)
         return task, response
@@ -182,7 +182,7 @@ async def test_viewers_get_the_deployment_and_then_what_changes() -> None:
     assert viewers.reads == 3
     change = {"at": 2, "workers": {"b": None, "c": [5, 0]}}
     assert early.events()[:3] == [
-        {"frontends": []},
+        {"read": 1},  # the reading that the client begins with knows the frontends
         msgspec.json.decode(msgspec.json.encode(whole)),
         change,
     ]
@@ -210,7 +210,7 @@ async def test_a_client_that_never_reads_fills_its_backlog_only() -> None:
 
     async def handle(request: Request, response: Response) -> None:
         try:
-            await viewers.stream.serve(Exchange(request, response, "id", "id", ()), {})
+            await viewers.stream.serve(Exchange(request, response, "id", "id", ()), dict)
         finally:
             ended.set()
 

@@ -104,7 +104,7 @@ class ConsoleHandler:
     async def deployment(self, exchange: Exchange) -> None:
         """GET /deployment: a stream of events, first the URLs of the frontends that this client
         reaches, then processes, load, pace, slow requests and alerts, then what changes."""
-        await self.stream.serve(exchange, {"frontends": self._frontend_urls(exchange)})
+        await self.stream.serve(exchange, lambda: {"frontends": self._frontend_urls(exchange)})
 
     async def logs(self, exchange: Exchange) -> None:
         """GET /logs/PROCESS: the last lines that a process has logged."""
@@ -125,16 +125,17 @@ class DeploymentStream:
         self._whole = b""
         self._viewers: dict[Exchange, asyncio.Event] = {}
 
-    async def serve(self, exchange: Exchange, own: Mapping[str, Any]) -> None:
+    async def serve(self, exchange: Exchange, own: Callable[[], Mapping[str, Any]]) -> None:
         """Send events until the client leaves, or has not read for long (`server.stall_s` or
-        `server.stream_backlog_bytes`). `own`: what only this client gets."""
+        `server.stream_backlog_bytes`). `own` returns what only this client gets, of the deployment
+        as it was read last."""
         if not self._viewers:
             state = await self._read()
             if not self._viewers:
                 self._state, self._whole = state, b""
         self._whole = self._whole or _event(self._state)
         exchange.start_stream("")
-        exchange.response.write(_event(own))
+        exchange.response.write(_event(own()))
         exchange.response.write(self._whole)
         left = self._viewers[exchange] = asyncio.Event()
         try:
