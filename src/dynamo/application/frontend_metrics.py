@@ -81,7 +81,7 @@ class FrontendMetrics:
         )
         self._declare_tokens(registry)
         self._declare_story_metrics(registry, gap_bounds)
-        self._by_model: dict[str, ModelMetrics] = {}
+        self.models: dict[str, ModelMetrics] = {}
 
     def _declare_tokens(self, registry: Registry) -> None:
         by_model = ("model",)
@@ -129,9 +129,9 @@ class FrontendMetrics:
 
     def for_model(self, name: str) -> ModelMetrics:
         """Return the metrics of a served model."""
-        metrics = self._by_model.get(name)
+        metrics = self.models.get(name)
         if metrics is None:
-            metrics = self._by_model[name] = ModelMetrics(self, name)
+            metrics = self.models[name] = ModelMetrics(self, name)
         return metrics
 
     def begin_model(self, name: str, paths: Iterable[str]) -> None:
@@ -143,7 +143,7 @@ class FrontendMetrics:
 
     def remove_model(self, name: str) -> None:
         """Remove the series of a model that is served no more."""
-        self._by_model.pop(name, None)
+        self.models.pop(name, None)
         families = (
             self.requests,
             self.time_to_first_token,

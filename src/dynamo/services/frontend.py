@@ -102,6 +102,8 @@ class FrontendService:
             names |= {name: model.names[0] for name, model in gateway.models.items()}
             for model in gateway.models.values():
                 application.metrics.begin_model(model.names[0], application.generation_paths)
+            for embeds in gateway.embedding_models.values():
+                application.metrics.for_model(embeds.names[0])
             self._runtime.report(models=names)
 
         gateway.on_change(report_models)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.unit.observer.stories import make_attempt, make_story
 from tests.unit.processes import Open
 
@@ -14,6 +16,7 @@ from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.stages import STAGES
 from dynamo.services.observing import publisher as publishing
 from dynamo.services.observing.publisher import StoryPublisher
+from dynamo.telemetry.openmetrics import to_openmetrics
 from dynamo.telemetry.story import (
     Candidate,
     EndedStory,
@@ -93,6 +96,7 @@ async def test_stories_are_counted_by_stage_and_named_as_examples(open_runtime: 
     runtime = await open_runtime()
     registry = runtime.metrics
     metrics = FrontendMetrics(registry, ttft_promise_s=0.75, gap_promise_s=3, stage_names=STAGES)
+    metrics.for_model("m")
     publisher = StoryPublisher(runtime, lambda: None, metrics)
     await publisher.start()
     times = WorkerTimes(queue_s=0.0, kv_s=0.0, prefill_s=0.04, decode_s=0.1, recomputed_tokens=7)
@@ -115,4 +119,33 @@ async def test_stories_are_counted_by_stage_and_named_as_examples(open_runtime: 
         f' # {{trace_id="{"ab" * 16}",request_id="r-1"}} 0.051 1000.152'
     )
     metrics.remove_model("m")
-    assert not [line for line in registry.render().splitlines() if 'stage="decode"' in line]
+    publisher.add(wrap(make_story(make_attempt())))
+    publisher.publish()
+    series = [line for line in registry.render().splitlines() if 'model="m"' in line]
+    assert not [line for line in series if not line.startswith("dynamo_slo_")]
+
+
+@pytest.mark.parametrize(
+    ("trace", "id_length", "labels"),
+    [("", 118, {"request_id"}), ("", 119, set()), ("ab" * 16, 78, {"trace_id", "request_id"})]
+    + [("ab" * 16, length, {"trace_id"}) for length in (79, 140)],
+)
+async def test_long_ids_of_clients_are_no_examples(
+    open_runtime: Open, trace: str, id_length: int, labels: set[str]
+) -> None:
+    runtime = await open_runtime()
+    metrics = FrontendMetrics(runtime.metrics, stage_names=STAGES)
+    metrics.for_model("m")
+    publisher = StoryPublisher(runtime, lambda: None, metrics)
+    await publisher.start()
+    publisher.add(wrap(make_story(make_attempt(), trace=trace, request_id="r" * id_length)))
+    publisher.publish()
+    text = to_openmetrics(runtime.metrics.render(), runtime.metrics.exemplars())
+    examples = [
+        set(sample.exemplar.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.exemplar
+    ]
+    assert examples
+    assert all(each == labels for each in examples)

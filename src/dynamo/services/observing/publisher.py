@@ -39,6 +39,9 @@ MAX_TABLES = 32
 """The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
 LATE_US = 5_000_000
 """A request that took longer is not left out."""
+EXEMPLAR_CHARACTERS = 128
+"""OpenMetrics allows so many in the names and values of an exemplar; scrapers may refuse all
+metrics if there are more. An id that a client has given may have as many."""
 
 
 class StoryPublisher:
@@ -163,10 +166,10 @@ class StoryPublisher:
             broken = self._slo.count(story)
             matters = broken or bool(story.end) or moved or story.ended_us > LATE_US
             good += not matters
-            if self._metrics is not None and story.model:
+            if self._metrics is not None and story.model in self._metrics.models:
                 counts = models.get(story.model)
                 if counts is None:
-                    metrics = self._metrics.for_model(story.model)
+                    metrics = self._metrics.models[story.model]
                     counts = models[story.model] = _ModelCounts(metrics)
                 counts.add(story)
                 if matters or good <= MAX_TABLES:
@@ -220,8 +223,11 @@ class _ModelCounts:
 def _set_exemplars(metrics: ModelMetrics, story: EndedStory) -> None:
     """Name a story at the buckets that it is in."""
     first_us = story.first_us
-    ids = {"trace_id": story.trace} if story.trace else {}
-    exemplar = ({**ids, "request_id": story.request_id}, story.wall_s + story.ended_us * 1e-6)
+    labels = {"trace_id": story.trace} if story.trace else {}
+    named = labels | {"request_id": story.request_id}
+    if sum(map(len, (*named, *named.values()))) <= EXEMPLAR_CHARACTERS:
+        labels = named
+    exemplar = labels, story.wall_s + story.ended_us * 1e-6
     metrics.duration.set_exemplar(story.ended_us * 1e-6, exemplar)
     if first_us is not None:
         metrics.time_to_first_token.set_exemplar(first_us * 1e-6, exemplar)
