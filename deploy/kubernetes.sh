@@ -58,8 +58,9 @@ kubernetes_logs() {
 
 # The kinds go with the operator, and with them all graphs of the cluster.
 kubernetes_cleanup() {
-  local others=""
-  if [[ $(kubectl get crd dynamographdeployments.nvidia.com --ignore-not-found --output name) ]]; then
+  local kind others=""
+  kind=$(kubectl get crd dynamographdeployments.nvidia.com --ignore-not-found --output name)
+  if [[ $kind ]]; then
     kubernetes_stop
     others=$(kubectl get dgd --all-namespaces --ignore-not-found --output name)
   fi

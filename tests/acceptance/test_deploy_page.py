@@ -216,6 +216,20 @@ def test_errors_say_what_to_do(shell: Shell, words: str, code: int, says: str) -
     assert says in completed.stdout + completed.stderr
 
 
+def test_cleanup_deletes_no_kinds_of_a_cluster_that_does_not_say_what_it_has(
+    shell: Shell, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.write_text(FAKE_DOCKER)
+    kubectl.chmod(0o755)
+    shell.environ["FAILS"] = "get crd"
+    assert shell.run("deploy/deploy.sh --kubernetes cleanup").returncode != 0
+    calls = (tmp_path / "calls").read_text()
+    assert "get crd" in calls
+    assert "delete" not in calls
+
+
 def test_a_part_that_cannot_start_is_named_immediately(shell: Shell) -> None:
     shell.environ["DYNAMO_MODEL__PATH"] = "/nonesuch"
     completed = shell.run(f"{SCRIPT} --local start")
