@@ -38,10 +38,31 @@ class FailingDriver:
         raise OSError(f"{folder} has nothing for {stdin}")
 
 
+class NamingDriver(FailingDriver):
+    """A driver that saves the process id."""
+
+    def save(self, process: Process, folder: Path) -> None:
+        (folder / "process").write_text(str(process.pid))
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(autouse=True)
-def failing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = f"{__name__}:FailingDriver"
-    monkeypatch.setitem(SNAPSHOT_DRIVERS.builtin, "failing", row)  # type: ignore[arg-type]
+def drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, driver in (("failing", FailingDriver), ("naming", NamingDriver)):
+        row = f"{__name__}:{driver.__name__}"
+        monkeypatch.setitem(SNAPSHOT_DRIVERS.builtin, name, row)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def settings(tiny_model: Path) -> Settings:
+    """The settings of a mock engine."""
+    settings = Settings()
+    return replace(
+        settings,
+        model=replace(settings.model, path=str(tiny_model)),
+        engine=replace(settings.engine, kind="mock"),
+    )
 
 
 @pytest.fixture
@@ -100,13 +121,43 @@ def test_a_folder_without_a_snapshot(tmp_path: Path, content: bytes | None, mess
         read_snapshot(tmp_path)
 
 
-def test_a_driver_that_fails_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
-    settings = Settings()
-    settings = replace(
-        settings,
-        model=replace(settings.model, path=str(tiny_model)),
-        engine=replace(settings.engine, kind="mock"),
-    )
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_can_change_is_refused(
+    manifest: SnapshotManifest, tmp_path: Path, mode: int
+) -> None:
+    write(tmp_path, manifest).chmod(mode)
+    with pytest.raises(ConfigError, match="other users can change"):
+        read_snapshot(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_is_refused(manifest: SnapshotManifest, tmp_path: Path) -> None:
+    os.chown(write(tmp_path, manifest), 65534, -1)
+    with pytest.raises(ConfigError, match="belongs to user 65534"):
+        read_snapshot(tmp_path)
+
+
+def test_save_makes_one_folder_and_deletes_none(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "new.part").mkdir()
+    (tmp_path / "new.part" / "mine").touch()
+    folder = tmp_path / "new"
+    saved = save_snapshot(folder, settings, "naming")
+    assert read_snapshot(folder)[0] == saved
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "new.part"]
+    assert (tmp_path / "new.part" / "mine").exists()
+
+
+def test_the_working_folder_can_be_a_snapshot(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saved = save_snapshot(Path(), settings, "naming")
+    assert read_snapshot(tmp_path / "here")[0] == saved
+
+
+def test_a_driver_that_fails_leaves_nothing(tmp_path: Path, settings: Settings) -> None:
     with pytest.raises(ModelUnavailable, match="failing does not save the process: the image"):
         save_snapshot(tmp_path / "snapshot", settings, "failing")
     assert not list(tmp_path.iterdir())
@@ -132,6 +183,7 @@ def test_a_process_that_cannot_load_its_model_says_why(tmp_path: Path, tiny_mode
         (["load", "DIR", "other-model"], "model.path is 'other-model', and the snapshot"),
         (["load", "DIR/none"], "is no snapshot"),
         (["save", "DIR", "MODEL", "out=mock", "--driver", "failing"], "is not empty"),
+        (["save", "DIR/snapshot.json", "MODEL", "out=mock", "--driver", "failing"], "is no folder"),
         (["save", "DIR/new", "MODEL", "out=mock", "--driver", "none"], "unknown snapshot driver"),
         (["save", "DIR/new", "MODEL", "out=echo"], "a snapshot of the engine 'echo' cannot be"),
         (["keep", "DIR"], "invalid choice: 'keep'"),

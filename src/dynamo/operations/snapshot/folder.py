@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,6 +38,7 @@ SAVED_SECTIONS = ("model", "engine", "cache")
 IDENTITY = ("model.path", "engine.kind")
 """Settings that a snapshot always has."""
 MIN_PID_SHARE = 0.5
+OTHERS_WRITE = 0o022
 HINT = "save one with `dynamo snapshot save FOLDER`"
 
 
@@ -63,12 +65,14 @@ def save_snapshot(folder: Path, settings: Settings, driver: str) -> SnapshotMani
     `ConfigError`, and `ModelUnavailable` with the reason of the driver or of the process."""
     saver: SnapshotDriver = SNAPSHOT_DRIVERS.load(driver)()
     saver.check()
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder", hint="name another place")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", hint="name another folder, or delete it")
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    make_private(folder.parent)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        make_private(part)
         with _loaded_process(settings) as process:
             stdin = str(Path(f"/proc/{process.pid}/fd/0").readlink())
             try:
@@ -87,8 +91,13 @@ def save_snapshot(folder: Path, settings: Settings, driver: str) -> SnapshotMani
 
 def read_snapshot(folder: Path) -> tuple[SnapshotManifest, Restore]:
     """Return the manifest of a snapshot that fits to this host and package, and what restores it.
-    Raises `ConfigError`."""
+    Raises `ConfigError`, also for a folder that other users can change: its files become processes
+    with the rights of this one."""
     try:
+        status = folder.stat()
+        if status.st_uid not in {0, os.geteuid()} or status.st_mode & OTHERS_WRITE:
+            facts = f"it belongs to user {status.st_uid}, mode {status.st_mode & 0o777:o}"
+            raise ConfigError(f"other users can change {folder}: {facts}", hint=HINT)
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=SnapshotManifest)
     except OSError as error:
         raise ConfigError(f"{folder} is no snapshot: {error.strerror}", hint=HINT) from None
