@@ -158,7 +158,7 @@ async def test_weights_of_a_worker_that_sleeps_are_not_offered(
     assert await host.answer(make_request) == expected
 
 
-@pytest.mark.parametrize("fault", ["damaged", "gone", "slow", "refused", "record"])
+@pytest.mark.parametrize("fault", ["damaged", "gone", "slow", "refused", "large", "record"])
 async def test_a_peer_that_fails_costs_the_start_nothing_but_the_file(
     hosts: Hosts,
     make_request: Any,
@@ -184,6 +184,9 @@ async def test_a_peer_that_fails_costs_the_start_nothing_but_the_file(
     elif fault == "refused":
         region = replace(record.region, slot_bytes=4096)
         value = msgspec.json.encode(replace(record, region=region))
+    elif fault == "large":
+        region = replace(record.region, slots=1 << 23)  # 32 TB
+        value = msgspec.json.encode(replace(record, region=region))
     else:
         value = b"{"
     await first.runtime.discovery.put(key, value)
@@ -191,6 +194,12 @@ async def test_a_peer_that_fails_costs_the_start_nothing_but_the_file(
     assert second.reads > 10
     assert await second.answer(make_request) == expected
     assert "peer" in caplog.text
+    errors = [
+        record.__dict__["fields"].get("error", "")
+        for record in caplog.records
+        if "fields" in record.__dict__
+    ]
+    assert any("too large" in error for error in errors) == (fault == "large")
     assert "-- " not in caplog.text
 
 
@@ -201,9 +210,9 @@ async def test_fetched_memory_is_sealed(hosts: Hosts) -> None:
     first = await hosts.start()
     await first.wait_for_offer()
     key = await asyncio.to_thread(first.runner.shared_weights.content_key)  # type: ignore[union-attr]
-    fd = await asyncio.to_thread(WeightPeers(first.runtime).fetch, key)
+    fd = await asyncio.to_thread(WeightPeers(first.runtime).fetch, key, 1 << 30)
     try:
         assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == SEALS
     finally:
         os.close(fd)
-    assert await asyncio.to_thread(WeightPeers(first.runtime).fetch, "none") == -1
+    assert await asyncio.to_thread(WeightPeers(first.runtime).fetch, "none", 0) == -1

@@ -128,8 +128,10 @@ class SharedWeights:
             if (fd := PRELOADED.get(self.content_key(), -1)) >= 0:
                 return os.dup(fd)
             log.warning("the weights of the snapshot are of other files or settings")
-        if self.peers is not None and (fd := self.peers.fetch(self.content_key())) >= 0:
-            return fd
+        if self.peers is not None:
+            fd = self.peers.fetch(self.content_key(), _limit_bytes(weights))
+            if fd >= 0:
+                return fd
         return _build(weights, backend)
 
     def start_huge_pages(self) -> None:
@@ -219,9 +221,13 @@ class _SharedArena(Arena):
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
 
 
+def _limit_bytes(weights: DigestedWeights) -> int:
+    return 2 * FLOAT_BYTES * weights.config.count_weights() + SPARE_BYTES
+
+
 def _build(weights: DigestedWeights, backend: NumpyBackend) -> int:
     """Prepare the weights in new memory, and return its descriptor."""
-    arena = _SharedArena(2 * FLOAT_BYTES * weights.config.count_weights() + SPARE_BYTES)
+    arena = _SharedArena(_limit_bytes(weights))
     private, backend.arena = backend.arena, arena
     try:
         plain = _to_manifest(prepare_weights(weights, backend), arena.place)

@@ -59,11 +59,12 @@ class WeightPeers:
         self._task: asyncio.Task[None] | None = None
         self._key = ""
 
-    def fetch(self, key: str) -> int:
+    def fetch(self, key: str, limit_bytes: int) -> int:
         """Return a descriptor of sealed memory with the weights of a content key, or -1. Any thread
         but that of the event loop may call this. Blocks."""
         try:
-            return asyncio.run_coroutine_threadsafe(self._fetch(key), self._loop).result()
+            fetch = self._fetch(key, limit_bytes)
+            return asyncio.run_coroutine_threadsafe(fetch, self._loop).result()
         except (DynamoError, OSError) as error:
             fields = {"error": str(error)}
             log.warning("weights are not read from peers", extra={"fields": fields})
@@ -120,7 +121,7 @@ class WeightPeers:
             fields = {"error": str(error)}
             log.warning("weights are not offered to other hosts", extra={"fields": fields})
 
-    async def _fetch(self, key: str) -> int:
+    async def _fetch(self, key: str, limit_bytes: int) -> int:
         async with asyncio.timeout(CONNECT_S):
             values = list((await self._runtime.discovery.get(self._prefix(key))).items())
         self._runtime.rng.shuffle(values)
@@ -128,6 +129,8 @@ class WeightPeers:
             began, peer = self._runtime.clock.now(), name.rpartition("/")[2]
             try:
                 record = msgspec.json.decode(value, type=WeightsRecord)
+                if record.region.slots * record.region.slot_bytes > limit_bytes + SLOT_BYTES:
+                    raise TransferFailed.of("refused", "the peer's weights are too large")
                 fd = await self._pull(key, record)
             except (*DECODE_ERRORS, DynamoError, OSError, TimeoutError) as error:
                 fields = {"peer": peer, "error": str(error) or type(error).__name__}
