@@ -7,12 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, NamedTuple
 
 from dynamo.telemetry.metrics import Registry
 
 log = logging.getLogger(__name__)
 MAX_AGE_S = 1.0
+WAIT_S = 0.1
+HANG_S = 10.0
 
 
 class GpuState(NamedTuple):
@@ -26,20 +29,30 @@ class GpuState(NamedTuple):
 
 
 class Gpus:
-    """Reads all GPUs, at most once a second. NVML is loaded by the first read."""
+    """Reads all GPUs in a thread, at most once a second: a driver that hangs holds no event loop.
+    NVML is loaded by the first read."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._missing = find_spec("pynvml") is None
         self._states: Sequence[GpuState] = ()
         self._read_at = -MAX_AGE_S
+        self._reads = False
 
     def read(self) -> Sequence[GpuState]:
-        """Return the state of each GPU; () where there are none, or NVML does not answer."""
-        now = time.monotonic()
-        if self._missing or now - self._read_at < MAX_AGE_S:
-            return self._states
-        self._read_at = now
+        """Return the state of each GPU, as it was before if NVML takes longer than `WAIT_S`; ()
+        where there are none, or NVML does not answer."""
+        age_s = time.monotonic() - self._read_at
+        if self._reads and age_s > HANG_S:
+            self._states = ()
+        elif not (self._missing or self._reads or age_s < MAX_AGE_S):
+            self._read_at, self._reads = time.monotonic(), True
+            thread = Thread(target=self._read_all, name="gpus", daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+        return self._states
+
+    def _read_all(self) -> None:
         try:
             if self._nvml is None:
                 nvml = import_module("pynvml")
@@ -49,7 +62,8 @@ class Gpus:
         except Exception as error:  # noqa: BLE001 - every error of NVML and of its driver
             log.info("GPUs cannot be read", extra={"fields": {"error": str(error)}})
             self._missing, self._states = self._nvml is None, ()
-        return self._states
+        finally:
+            self._reads = False
 
     def _read_one(self, index: int) -> GpuState:
         nvml = self._nvml

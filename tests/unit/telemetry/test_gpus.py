@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from dynamo.telemetry import Registry, gpus
 from dynamo.telemetry.gpus import Gpus
@@ -51,6 +53,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake.__spec__ = ModuleSpec("pynvml", None)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpus, "MAX_AGE_S", 0.0)
+    monkeypatch.setattr(gpus, "WAIT_S", 30.0)
     return fake
 
 
@@ -68,6 +71,21 @@ def test_each_gpu_has_metrics(nvml: FakeNvml) -> None:
     assert cards.memory_usage() is None
     nvml.failure = ""
     assert cards.memory_usage() == "45%"
+
+
+def test_a_driver_that_hangs_holds_no_caller(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards, answers = Gpus(), threading.Event()
+    assert cards.memory_usage() == "45%"
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", lambda index: answers.wait() and index)
+    monkeypatch.setattr(gpus, "WAIT_S", 0.0)
+    assert {cards.memory_usage() for _ in range(9)} == {"45%"}
+    assert [thread.name for thread in threading.enumerate()].count("gpus") == 1
+    monkeypatch.setattr(gpus, "HANG_S", 0.0)
+    assert cards.memory_usage() is None
+    answers.set()
+    until(lambda: cards.memory_usage() == "45%")
 
 
 def test_a_driver_that_is_not_loaded_is_asked_once(nvml: FakeNvml) -> None:
