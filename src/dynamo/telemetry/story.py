@@ -92,7 +92,8 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     between two texts. `stalled_us`: the client did not read. `prompt_mark`, `salt_mark`: equal for
     equal beginnings of prompts, and for equal salts and adapters. `slo`: how the request met its
     objective (`telemetry.slo`). `parent_id`, `trace_flags`, `trace_state`: what the client said of
-    its trace; None: nothing. `options`: those that spans tell, as a dictionary once it is sent."""
+    its trace; None: nothing. `options`: those that spans tell, as values of
+    `operations.observer.spans.REQUEST_ATTRIBUTES` once it is sent."""
 
     request_id: str
     client_id: str
@@ -261,6 +262,7 @@ class StoryBatch(msgspec.Struct, array_like=True):
 
 STORIES_SUBJECT = "stories"
 encode_batch = msgspec.msgpack.Encoder().encode
+encode_story_into = msgspec.msgpack.Encoder().encode_into
 decode_batch = msgspec.msgpack.Decoder(StoryBatch).decode
 
 StoryListener = Callable[[Story], None]

@@ -31,7 +31,7 @@ AGAIN = make_attempt(
 )  # fmt: skip
 MOVED = make_story(
     LOST, AGAIN, trace=TRACE, parent_id="00f067aa0ba902b7", path="/v1/chat/completions",
-    options={"max_tokens": 9, "temperature": 0.5, "stream": True, "stop": ["x", "y"]},
+    options=(9, 0.5, None, None, None, None, None, ["x", "y"], True),
 )  # fmt: skip
 
 

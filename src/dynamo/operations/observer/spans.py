@@ -20,17 +20,17 @@ OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embedding
 OTHER_OPERATIONS = "chat"
 SPAN_BY_STAGE = {"tokenise": "tokenise", "admit": "admit", "place": "route"}
 WORKER_SPANS = ("queue", "prefill", "transfer", "decode")
-REQUEST_ATTRIBUTES = {
-    "max_tokens": "gen_ai.request.max_tokens",
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "seed": "gen_ai.request.seed",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "stop": "gen_ai.request.stop_sequences",
-    "stream": "gen_ai.request.stream",
-}
+REQUEST_ATTRIBUTES = (
+    "gen_ai.request.max_tokens",
+    "gen_ai.request.temperature",
+    "gen_ai.request.top_p",
+    "gen_ai.request.top_k",
+    "gen_ai.request.seed",
+    "gen_ai.request.frequency_penalty",
+    "gen_ai.request.presence_penalty",
+    "gen_ai.request.stop_sequences",
+    "gen_ai.request.stream",
+)
 """Names of `EndedStory.options`."""
 CLIENT_CLOSED = 499
 
@@ -110,9 +110,8 @@ class _SpanMaker:
             "dynamo.longest_gap_s": story.gap_us / 1e6,
             "dynamo.moves": len(story.attempts) - len({each.choice for each in story.attempts}),
         }
-        for name, value in (story.options or {}).items():
-            if name in REQUEST_ATTRIBUTES:
-                attributes[REQUEST_ATTRIBUTES[name]] = value
+        options = zip(REQUEST_ATTRIBUTES, story.options or (), strict=False)
+        attributes |= {name: value for name, value in options if value is not None}
         if story.choices != 1:
             attributes["gen_ai.request.choice.count"] = story.choices
         if story.first_us is not None:

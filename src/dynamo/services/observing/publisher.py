@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from msgspec import Raw
 
 from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.communication.events import EventSource
 from dynamo.core.text import TextOptions
 from dynamo.core.values import GenerateRequest
-from dynamo.operations.observer.stages import stage_durations
+from dynamo.operations.observer.stages import STAGES, stage_durations
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
 from dynamo.services.observing.slo_counter import SloCounter
@@ -25,14 +27,16 @@ from dynamo.telemetry.story import (
     Story,
     StoryBatch,
     encode_batch,
+    encode_story_into,
 )
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+ARRAY_32 = b"\xdd"
+"""MessagePack's code of an array with a length of 32 bits."""
 MAX_STORIES = 500
 """Stories of good requests beyond so many in a batch are left out, and counted."""
-MAX_PENDING = 100_000
 MAX_KEPT_BYTES = 1 << 20
 """Batches of this size are kept for an observer whose connection broke."""
 MAX_TABLES = 32
@@ -57,7 +61,9 @@ class StoryPublisher:
         self._runtime = runtime
         self._sample = sample
         self._metrics = metrics
-        self._pending: deque[EndedStory | None] = deque(maxlen=MAX_PENDING)
+        self._packed = bytearray()
+        self._stories = self._good = self._tables = 0
+        self._counts: dict[str, _ModelCounts] = {}
         self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
         self._source: EventSource
         self._slo = SloCounter(runtime.settings, runtime.metrics)
@@ -77,8 +83,33 @@ class StoryPublisher:
         runtime.tasks.start(self._run(), "stories")
 
     def add(self, story: Story) -> None:
-        """Add a story that has ended."""
-        self._pending.append(story.ended)
+        """Judge, count and pack a story that has ended, while its objects are in the caches."""
+        if (ended := story.ended) is None:
+            return
+        attempts, model = ended.attempts, ended.model
+        broken, moved = self._slo.count(ended), len(attempts) > ended.choices * ended.prompts
+        matters = broken or moved or ended.end != "" or ended.ended_us > LATE_US
+        self._good += not matters
+        if self._metrics is not None and model in self._metrics.models:
+            counts = self._counts.get(model)
+            if counts is None:
+                counts = self._counts[model] = _ModelCounts(self._metrics.models[model])
+            counts.add(ended)
+            if matters or self._good <= MAX_TABLES:
+                _set_exemplars(counts.metrics, ended)
+        if self._good > MAX_STORIES and not matters:
+            return
+        if ended.options is not None:
+            wanted = matters or ended.trace
+            ended.options = _list_options(*ended.options) if wanted else None
+        self._tables += bool(attempts)
+        for attempt in attempts:
+            if self._tables <= MAX_TABLES:
+                _fill_costs(attempt, keep=True)
+            else:
+                attempt.costs = ()
+        self._stories += 1
+        encode_story_into(ended, self._packed, -1)
 
     def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
         """Add the choice of a router process, which sends no requests itself."""
@@ -133,7 +164,14 @@ class StoryPublisher:
     def publish(self) -> None:
         """Publish what has come since the last call."""
         runtime = self._runtime
-        stories, dropped = self._take_stories()
+        for counts in self._counts.values():
+            counts.finish()
+        stories: Any = Raw(ARRAY_32 + self._stories.to_bytes(4, "big") + self._packed)
+        dropped = max(0, self._good - MAX_STORIES)
+        if dropped:
+            self._dropped.inc(dropped)
+        self._packed, self._counts = bytearray(), {}
+        self._stories = self._good = self._tables = 0
         choices = list(self._choices)
         self._choices.clear()
         for number, choice in enumerate(choices):
@@ -153,60 +191,18 @@ class StoryPublisher:
         )
         self._source.publish(encode_batch(batch))
 
-    def _take_stories(self) -> tuple[list[EndedStory], int]:
-        """Return the stories to publish, and how many are left out."""
-        pending, tables, good = len(self._pending), 0, 0
-        stories: list[EndedStory] = []
-        models: dict[str, _ModelCounts] = {}
-        for _ in range(pending):
-            story = self._pending.popleft()
-            if story is None:
-                continue
-            moved = len(story.attempts) > story.choices * story.prompts
-            broken = self._slo.count(story)
-            matters = broken or bool(story.end) or moved or story.ended_us > LATE_US
-            good += not matters
-            if self._metrics is not None and story.model in self._metrics.models:
-                counts = models.get(story.model)
-                if counts is None:
-                    metrics = self._metrics.models[story.model]
-                    counts = models[story.model] = _ModelCounts(metrics)
-                counts.add(story)
-                if matters or good <= MAX_TABLES:
-                    _set_exemplars(counts.metrics, story)
-            if not matters and good > MAX_STORIES:
-                continue
-            if story.options is not None:
-                wanted = matters or story.trace
-                story.options = _describe_options(*story.options) if wanted else None
-            tables += bool(story.attempts)
-            for attempt in story.attempts:
-                if tables <= MAX_TABLES:
-                    _fill_costs(attempt, keep=True)
-                else:
-                    attempt.costs = ()
-            stories.append(story)
-        for counts in models.values():
-            counts.finish()
-        dropped = max(0, good - MAX_STORIES)
-        if dropped:
-            self._dropped.inc(dropped)
-        return stories, dropped
-
 
 class _ModelCounts:
     """The stories of one model in a batch, for its metrics."""
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self.metrics = metrics
-        self._stages: Mapping[str, list[float]] = {stage: [] for stage in metrics.stages}
+        self._stages: list[Sequence[int]] = []
         self._gaps_s: list[float] = []
 
     def add(self, story: EndedStory) -> None:
         """Add a story."""
-        for name, us in stage_durations(story):
-            if us:
-                self._stages[name].append(us * 1e-6)
+        self._stages.append(stage_durations(story))
         if story.output_tokens > 1:
             self._gaps_s.append(story.gap_us * 1e-6)
         for attempt in story.attempts:
@@ -215,8 +211,9 @@ class _ModelCounts:
 
     def finish(self) -> None:
         """Count the stories."""
-        for name, durations_s in self._stages.items():
-            self.metrics.stages[name].observe_all(durations_s)
+        stages = self.metrics.stages
+        for name, column in zip(STAGES, zip(*self._stages, strict=True), strict=False):
+            stages[name].observe_all([us * 1e-6 for us in column if us])
         self.metrics.longest_gap.observe_all(self._gaps_s)
 
 
@@ -240,18 +237,17 @@ def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
     attempt.costs = tuple(attempt.costs()) if keep and callable(attempt.costs) else ()
 
 
-def _describe_options(options: TextOptions, streaming: bool) -> dict[str, Any]:
-    """Return the options that the spans of a request tell."""
+def _list_options(options: TextOptions, streaming: bool) -> tuple[Any, ...]:
+    """Return the values of `EndedStory.options`."""
     sampling = options.sampling
-    described: dict[str, Any] = {
-        "max_tokens": options.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": sampling.seed,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "stop": options.stop or None,
-        "stream": streaming or None,
-    }
-    return {name: value for name, value in described.items() if value is not None}
+    return (
+        options.max_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        options.stop or None,
+        streaming or None,
+    )
