@@ -41,6 +41,9 @@ MAX_KEPT_BYTES = 1 << 20
 """Batches of this size are kept for an observer whose connection broke."""
 MAX_TABLES = 32
 """The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
+PACKED_AT_ONCE = 32
+"""So many stories are packed in a loop: one by one their code, and later their objects, would have
+left the CPU's caches."""
 LATE_US = 5_000_000
 """A request that took longer is not left out."""
 EXEMPLAR_CHARACTERS = 128
@@ -61,6 +64,7 @@ class StoryPublisher:
         self._runtime = runtime
         self._sample = sample
         self._metrics = metrics
+        self._pending: list[EndedStory] = []
         self._packed = bytearray()
         self._stories = self._good = self._tables = 0
         self._counts: dict[str, _ModelCounts] = {}
@@ -83,33 +87,41 @@ class StoryPublisher:
         runtime.tasks.start(self._run(), "stories")
 
     def add(self, story: Story) -> None:
-        """Judge, count and pack a story that has ended, while its objects are in the caches."""
-        if (ended := story.ended) is None:
-            return
-        attempts, model = ended.attempts, ended.model
-        broken, moved = self._slo.count(ended), len(attempts) > ended.choices * ended.prompts
-        matters = broken or moved or ended.end != "" or ended.ended_us > LATE_US
-        self._good += not matters
-        if self._metrics is not None and model in self._metrics.models:
-            counts = self._counts.get(model)
-            if counts is None:
-                counts = self._counts[model] = _ModelCounts(self._metrics.models[model])
-            counts.add(ended)
-            if matters or self._good <= MAX_TABLES:
-                _set_exemplars(counts.metrics, ended)
-        if self._good > MAX_STORIES and not matters:
-            return
-        if ended.options is not None:
-            wanted = matters or ended.trace
-            ended.options = _list_options(*ended.options) if wanted else None
-        self._tables += bool(attempts)
-        for attempt in attempts:
-            if self._tables <= MAX_TABLES:
-                _fill_costs(attempt, keep=True)
-            else:
-                attempt.costs = ()
-        self._stories += 1
-        encode_story_into(ended, self._packed, -1)
+        """Add a story that has ended."""
+        if (ended := story.ended) is not None:
+            self._pending.append(ended)
+            if len(self._pending) >= PACKED_AT_ONCE:
+                self._pack()
+
+    def _pack(self) -> None:
+        """Judge, count and pack the stories that wait for it."""
+        count, metrics, packed = self._slo.count, self._metrics, self._packed
+        for story in self._pending:
+            attempts, model = story.attempts, story.model
+            moved = len(attempts) > story.choices * story.prompts
+            matters = count(story) or moved or story.end != "" or story.ended_us > LATE_US
+            self._good += not matters
+            if metrics is not None and model in metrics.models:
+                counts = self._counts.get(model)
+                if counts is None:
+                    counts = self._counts[model] = _ModelCounts(metrics.models[model])
+                counts.add(story)
+                if matters or self._good <= MAX_TABLES:
+                    _set_exemplars(counts.metrics, story)
+            if self._good > MAX_STORIES and not matters:
+                continue
+            if story.options is not None:
+                wanted = matters or story.trace
+                story.options = _list_options(*story.options) if wanted else None
+            self._tables += bool(attempts)
+            for attempt in attempts:
+                if self._tables <= MAX_TABLES:
+                    _fill_costs(attempt, keep=True)
+                else:
+                    attempt.costs = ()
+            self._stories += 1
+            encode_story_into(story, packed, -1)
+        self._pending.clear()
 
     def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
         """Add the choice of a router process, which sends no requests itself."""
@@ -164,6 +176,7 @@ class StoryPublisher:
     def publish(self) -> None:
         """Publish what has come since the last call."""
         runtime = self._runtime
+        self._pack()
         for counts in self._counts.values():
             counts.finish()
         stories: Any = Raw(ARRAY_32 + self._stories.to_bytes(4, "big") + self._packed)
