@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
+from zlib import crc32
 
 import msgspec
 
@@ -42,12 +43,24 @@ class TraceContext(msgspec.Struct, frozen=True):
 
 def make_span_id(name: str) -> str:
     """Return the id of the span of a name that no other span has."""
-    return blake2b(name.encode(), digest_size=8).hexdigest()
+    return _make_ids(name, 0)[32:]
 
 
 def make_trace_id(request_id: str) -> str:
     """Return the id of the trace of a request whose client has none."""
-    return blake2b(request_id.encode(), digest_size=16).hexdigest()
+    return _make_ids(request_id, _mix(request_id))[:32]
+
+
+def _make_ids(name: str, mixed: int) -> str:
+    """Return the id of a trace (32 characters) that begins here, and that of its root."""
+    digest = blake2b(name.encode(), digest_size=20).digest()
+    return (digest[:9] + mixed.to_bytes(4, "big") + digest[9:]).hex()
+
+
+def _mix(request_id: str) -> int:
+    """Return the 32 bits by which `is_chosen` chooses. For most requests they are all that is made
+    of a trace, so that they are no hash of cryptography."""
+    return crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
 
 
 def attempt_key(context: Context, choice: int) -> str:
@@ -57,7 +70,7 @@ def attempt_key(context: Context, choice: int) -> str:
 
 def is_chosen(trace_id: str, ratio: float) -> bool:
     """Return whether a trace belongs to a share of all traces, the same in each process."""
-    return int(trace_id[-14:], 16) < ratio * (1 << 56)
+    return int(trace_id[-14:-6], 16) < ratio * (1 << 32)
 
 
 def take_over_trace(
@@ -74,10 +87,12 @@ def take_over_trace(
     if match is None:
         if ratio is None:
             return None
-        trace_id = make_trace_id(request_id)
-        if not is_chosen(trace_id, ratio):
+        mixed = _mix(request_id)
+        if mixed >= ratio * (1 << 32):
             return None  # the observer makes the same id if it exports the request all the same
-        header = f"00-{trace_id}-{make_span_id(request_id)}-01"
+        ids = _make_ids(request_id, mixed)
+        trace_id = ids[:32]
+        header = f"00-{trace_id}-{ids[32:]}-01"
         return TraceContext(trace_id, "", None, "", header)
     state = headers.get(b"tracestate", b"")
     if len(state) > MAX_STATE_BYTES or not _STATE.fullmatch(state):
