@@ -60,6 +60,7 @@ async def test_good_stories_beyond_the_limit_are_left_out_and_counted(
     open_runtime: Open, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(publishing, "MAX_STORIES", 3)
+    monkeypatch.setattr(publishing, "PACKED_AT_ONCE", 2)
     publisher, next_batch = await open_publisher(open_runtime)
     for number in range(10):
         publisher.add(wrap(make_story(request_id=f"good-{number}")))

@@ -9,6 +9,7 @@ from dynamo.telemetry.trace_context import (
     exports_traces,
     is_chosen,
     make_span_id,
+    make_trace_id,
     take_over_trace,
     trace_headers,
 )
@@ -74,7 +75,11 @@ def test_a_later_version_is_read_like_this_one_and_a_giant_state_is_left_out() -
 
 
 def test_a_share_of_requests_begins_a_sampled_trace() -> None:
-    traces = [take_over_trace({}, f"r-{number}", 0.1) for number in range(2_000)]
+    ids = [f"bc557bbaeb4eb14b{number:08x}" for number in range(2_000)]
+    traces = [take_over_trace({}, request_id, 0.1) for request_id in ids]
+    trace_ids = [make_trace_id(request_id) for request_id in ids]
+    assert [trace is not None for trace in traces] == [is_chosen(each, 0.1) for each in trace_ids]
+    assert {trace.trace_id for trace in traces if trace is not None} <= {*trace_ids}
     sampled = [trace for trace in traces if trace is not None]
     assert all(trace.header.endswith("-01") for trace in sampled)
     assert 140 < len(sampled) < 260

@@ -88,18 +88,10 @@ def stage_durations(story: EndedStory) -> Sequence[int]:
                 decode_us = min(decode_us, int(times.decode_s * 1e6))
             if rest_us >= 0 and until_us <= ended_us and not (times and times.kv_after_s):
                 return (
-                    read_us,
-                    admitting_us - read_us,
-                    choosing_us - admitting_us,
-                    placed_us - choosing_us,
-                    rest_us,
-                    queue_us,
-                    prefill_us,
-                    transfer_us,
-                    unknown_us,
-                    decode_us,
-                    ended_us - first_us - decode_us,
-                )
+                    read_us, admitting_us - read_us, choosing_us - admitting_us,
+                    placed_us - choosing_us, rest_us, queue_us, prefill_us, transfer_us,
+                    unknown_us, decode_us, ended_us - first_us - decode_us,
+                )  # fmt: skip
     sums = dict.fromkeys(STAGES, 0)
     for stage in find_stages(story):
         sums[stage.name] += stage.us

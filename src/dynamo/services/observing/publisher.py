@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from msgspec import Raw
@@ -44,6 +45,9 @@ MAX_TABLES = 32
 PACKED_AT_ONCE = 32
 """So many stories are packed in a loop: one by one their code, and later their objects, would have
 left the CPU's caches."""
+_get_sampling = attrgetter(
+    *("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+)
 LATE_US = 5_000_000
 """A request that took longer is not left out."""
 EXEMPLAR_CHARACTERS = 128
@@ -88,10 +92,10 @@ class StoryPublisher:
 
     def add(self, story: Story) -> None:
         """Add a story that has ended."""
-        if (ended := story.ended) is not None:
-            self._pending.append(ended)
-            if len(self._pending) >= PACKED_AT_ONCE:
-                self._pack()
+        if story.ended is not None:
+            self._pending.append(story.ended)
+        if len(self._pending) >= PACKED_AT_ONCE:
+            self._pack()
 
     def _pack(self) -> None:
         """Judge, count and pack the stories that wait for it."""
@@ -252,15 +256,5 @@ def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
 
 def _list_options(options: TextOptions, streaming: bool) -> tuple[Any, ...]:
     """Return the values of `EndedStory.options`."""
-    sampling = options.sampling
-    return (
-        options.max_tokens,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.seed,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-        options.stop or None,
-        streaming or None,
-    )
+    sampling = _get_sampling(options.sampling)
+    return (options.max_tokens, *sampling, options.stop or None, streaming or None)
