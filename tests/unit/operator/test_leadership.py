@@ -15,6 +15,7 @@ from dynamo.communication.kubernetes.link import KubernetesLink, open_link
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.operations.operator.pods import PodOptions
+from dynamo.services.operator import lease as lease_module
 from dynamo.services.operator.lease import LeaderLease, LeaseTimes
 from dynamo.services.operator.process import GraphOperator, check_kinds
 from dynamo.testing.kubernetes.documents import VERSION
@@ -91,6 +92,17 @@ async def test_a_lease_of_somebody_else_is_respected_until_it_ends(
         await cluster.until(lambda: operator.lease.is_held)
         lease = await cluster.client.get(LEASE)
         assert lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_a_lease_of_a_namespace_that_is_not_renewed_ends(
+    cluster: GraphCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "MAX_DURATION_S", 1)
+    spec = {"holderIdentity": "a tenant", "leaseDurationSeconds": 1_000_000}
+    path = LEASE.rpartition("/")[0].replace("kube-system", "default")
+    await cluster.client.create(path, {"metadata": {"name": "dynamo-operator"}, "spec": spec})
+    async with Contender(cluster, tmp_path / "a") as operator:
+        await cluster.until(lambda: operator.lease.is_held)
 
 
 async def test_one_operator_of_all_namespaces_or_one_of_each(

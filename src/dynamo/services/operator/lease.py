@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 NAME = "dynamo-operator"
 CLUSTER_NAMESPACE = "kube-system"
 LEASES = "/apis/coordination.k8s.io/v1"
+MAX_DURATION_S = 60
+"""A Lease that is not renewed ends after this time. Users of a namespace may write Leases there."""
 
 
 class LeaseTimes(msgspec.Struct, frozen=True):
@@ -138,7 +140,8 @@ class LeaderLease:
         namespace, spec = lease["metadata"]["namespace"], lease.get("spec") or {}
         if namespace not in self._seen or self._seen[namespace][0] != spec:
             self._seen[namespace] = spec, self._clock.now()
-        ends = self._seen[namespace][1] + (spec.get("leaseDurationSeconds") or 0)
+        duration_s = min(spec.get("leaseDurationSeconds") or 0, MAX_DURATION_S)
+        ends = self._seen[namespace][1] + duration_s
         return bool(spec.get("holderIdentity")) and self._clock.now() < ends
 
     async def _find_other(self) -> str:
