@@ -11,6 +11,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SourcedValue, resolve_settings
 from dynamo.core.settings.explain import effective_settings
 from dynamo.core.settings.json_schema import json_schema
+from dynamo.core.settings.schema_monitoring import PrometheusSettings
 
 PUBLISHED = Path(__file__).parents[2] / "data" / "configurations"
 
@@ -59,7 +60,7 @@ def test_other_spellings_of_sections_and_keys_are_accepted() -> None:
     assert settings.router.routing_strategy.load_weight == 0.3
     assert settings.discovery.etcd.endpoints == ("http://etcd:2379",)
     assert settings.messaging.nats.servers == ("nats://nats-server:4222",)
-    assert loaded.values["monitoring.prometheus.scrape_interval"] == 10
+    assert settings.monitoring.prometheus == PrometheusSettings(enabled=True, scrape_interval=10)
     names = [loaded.values[f"decode_workers[{index}].name"] for index in (0, 1)]
     assert names == ["decode-worker-1", "decode-worker-2"]
     assert len(settings.decode_workers) == 2
@@ -183,7 +184,7 @@ def test_every_setting_is_explained_and_secrets_are_redacted() -> None:
     assert rows["server.api_keys"].value == "***"
     assert rows["server.http_port"].origin == "f.yaml:1"
     assert rows["server.idle_timeout"].unit == "seconds"
-    assert rows["monitoring.prometheus.port"].note == "not in use yet"
+    assert rows["monitoring.grafana.port"].note == "not in use yet"
 
 
 def test_the_json_schema_has_every_spelling() -> None:

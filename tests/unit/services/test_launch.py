@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_monitoring import MonitoringSettings, PrometheusSettings
 from dynamo.services.deployment.launch import create_service, deployment_specs
+from dynamo.services.observing.prometheus import warn_if_missing
 from dynamo.services.router import replica_index
 
 
@@ -55,6 +59,25 @@ def test_a_deployment_may_have_no_observer() -> None:
     settings = Settings()
     settings = replace(settings, observer=replace(settings.observer, enabled=False))
     assert [spec.name for spec in deployment_specs(settings)] == ["frontend", "worker"]
+
+
+def test_a_prometheus_runs_where_it_is_wanted_and_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = Settings(monitoring=MonitoringSettings(PrometheusSettings(enabled=True)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "prometheus" not in {spec.role for spec in deployment_specs(wanted)}
+    warn_if_missing(wanted.monitoring.prometheus)
+    assert "PATH has no program `prometheus`" in caplog.text
+
+    (tmp_path / "prometheus").write_text("")
+    (tmp_path / "prometheus").chmod(0o755)
+    caplog.clear()
+    warn_if_missing(wanted.monitoring.prometheus)
+    warn_if_missing(PrometheusSettings())
+    assert not caplog.text
+    assert deployment_specs(wanted)[-1].role == "prometheus"
+    assert "prometheus" not in {spec.role for spec in deployment_specs(Settings())}
 
 
 def test_an_unknown_role_names_the_nearest() -> None:

@@ -41,13 +41,6 @@ _WORKER_GROUP = (
     *_under("resources", _RESOURCES),
     *_under("kv_cache", (_CACHE_POLICY,)),
 )
-_METRICS = "distributed_runtime.metrics"
-_INTERVAL = (f"{_METRICS}.collection_interval",)
-_PROMETHEUS = (
-    _row("enabled", False, "run a Prometheus", aliases=(f"{_METRICS}.enable_prometheus",)),
-    _row("port", 9090, "its port", ge=1, le=65535, aliases=(f"{_METRICS}.prometheus_port",)),
-    _row("scrape_interval", 15.0, "time between scrapes", unit="seconds", ge=1, aliases=_INTERVAL),
-)
 _METRIC_LIST = tuple[CustomMetricSettings, ...]
 _BUCKETS = tuple[float, ...]
 
@@ -60,7 +53,6 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
         *_under("workers.prefill", _WORKER_GROUP),
         *_under("workers.decode", _WORKER_GROUP),
         _row("messaging.nats.cluster_name", "", "name of the NATS cluster"),
-        *_under("monitoring.prometheus", _PROMETHEUS),
         _row("monitoring.grafana.enabled", False, "run a Grafana"),
         _row("monitoring.grafana.port", 3000, "its port", ge=1, le=65535),
         _row("monitoring.custom_metrics", (), "metrics besides Dynamo's", kind=_METRIC_LIST),
@@ -76,7 +68,6 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
 
 NO_EFFECT_SECTIONS = {
     "nixl": "Transfer of KV blocks between workers.",
-    "monitoring": "Collection and display of metrics.",
     "resources": "Requests of one replica to its host.",
     "kv_cache": "The KV cache of one group of workers.",
 }

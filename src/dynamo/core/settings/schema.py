@@ -21,7 +21,11 @@ from dynamo.core.settings.schema_models import (
     ModelSettings,
     StoreSettings,
 )
-from dynamo.core.settings.schema_monitoring import AlertsSettings, LoggingSettings
+from dynamo.core.settings.schema_monitoring import (
+    AlertsSettings,
+    LoggingSettings,
+    MonitoringSettings,
+)
 from dynamo.core.settings.schema_planner import ObserverSettings, PlannerSettings, TunerSettings
 from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
@@ -324,6 +328,7 @@ class Settings(SettingsSection, frozen=True):
     security: SecuritySettings = SecuritySettings()
     nixl: NixlSettings = NixlSettings()
     logging: LoggingSettings = LoggingSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     alerts: AlertsSettings = AlertsSettings()
 
     @property

@@ -1,4 +1,4 @@
-"""Sections of logs and alerts."""
+"""Sections of logs, alerts, and metrics."""
 
 from __future__ import annotations
 
@@ -41,3 +41,34 @@ class AlertsSettings(SettingsSection, frozen=True):
         "", "program that is run for each notification, which it reads as JSON on standard input"
     )
     silenced: tuple[str, ...] = setting((), "names of alerts that send no notification")
+
+
+class PrometheusSettings(SettingsSection, frozen=True):
+    """A Prometheus that the deployment runs."""
+
+    enabled: bool = setting(
+        False,
+        "run the program `prometheus` of PATH beside the frontends, on loopback. It scrapes all "
+        "processes and evaluates the rules of alerts; its data is in the state folder",
+        aliases=("distributed_runtime.metrics.enable_prometheus",),
+    )
+    port: int = setting(
+        9090,
+        "its port",
+        ge=1,
+        le=65535,
+        aliases=("distributed_runtime.metrics.prometheus_port",),
+    )
+    scrape_interval: float = setting(
+        15.0,
+        "time between scrapes, and between evaluations of rules",
+        unit="seconds",
+        ge=1,
+        aliases=("distributed_runtime.metrics.collection_interval",),
+    )
+
+
+class MonitoringSettings(SettingsSection, frozen=True):
+    """Collection and display of metrics."""
+
+    prometheus: PrometheusSettings = PrometheusSettings()

@@ -19,7 +19,6 @@ from dynamo.communication.addresses import is_loopback
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.settings.secret_files import remember_settings
 from dynamo.core.values import worker_role
 from dynamo.inference.engines.choice import log_choices
@@ -44,6 +43,7 @@ from dynamo.services.deployment.model_groups import (
     shared_settings,
     worker_groups,
 )
+from dynamo.services.observing.prometheus import observing_roles, warn_if_missing
 from dynamo.services.observing.trace_export import TraceOptions
 from dynamo.telemetry.logs import LogStream
 
@@ -56,6 +56,7 @@ SERVICE_BY_ROLE = {
     "worker": "dynamo.services.worker:WorkerService",
     "observer": "dynamo.services.observing.observer:ObserverService",
     "planner": "dynamo.services.planning.planner:PlannerService",
+    "prometheus": "dynamo.services.observing.prometheus:PrometheusService",
 }
 
 PRELOADED_MODULES = {
@@ -149,7 +150,7 @@ def run_child(role: str) -> int:
 
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
-    """Return the processes in stop order: frontends, routers, workers, the observer. Raises
+    """Return the processes in stop order: frontends, routers, workers, those that watch. Raises
     `ConfigError` if no worker computes answers, or none computes prompts as the settings want."""
     shared = shared_settings(settings)
     groups = [
@@ -157,7 +158,7 @@ def deployment_specs(settings: Settings) -> list[ChildSpec]:
         ReplicaGroup("frontend", "frontend", settings.server.http_workers, shared),
         ReplicaGroup("router", "router", settings.router.replicas, shared),
         *answering_groups(settings),
-        ReplicaGroup("observer", "observer", int(settings.observer.enabled), shared),
+        *(ReplicaGroup(role, role, 1, shared) for role in observing_roles(settings)),
     ]
     return group_specs(groups)
 
@@ -191,7 +192,7 @@ def serve(
         if reserved is not None:
             port = reserved.getsockname()[1]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            _warn_if_open(settings.server)
+            _warn_of_settings(settings)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
@@ -219,7 +220,9 @@ def serve(
     return code
 
 
-def _warn_if_open(server: ServerSettings) -> None:
+def _warn_of_settings(settings: Settings) -> None:
+    server = settings.server
+    warn_if_missing(settings.monitoring.prometheus)
     if not (is_loopback(server.http_host) or server.api_keys):
         log.warning(
             "every client that reaches the HTTP port may use it: set server.api_keys",

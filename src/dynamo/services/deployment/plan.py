@@ -49,6 +49,7 @@ from dynamo.services.deployment.service_options import (
     user_service_section,
 )
 from dynamo.services.deployment.user_service import UserServiceSpec
+from dynamo.services.observing.prometheus import ObservingRole, observing_roles
 
 READY_MADE_SERVICES = (
     Frontend,
@@ -64,7 +65,7 @@ EMBEDDING_SETTINGS = {"model.path": "minilm", "model.names": (), "engine.kind": 
 """Settings of embedding workers where their own section does not say otherwise."""
 FRONTEND_ROLES = ("frontend", "processor", "router")
 """Roles that share one process, except for router processes and a processor with `--only`."""
-Role = Literal["planner", "frontend", "processor", "router", "worker", "service", "observer"]
+Role = Literal["planner", "frontend", "processor", "router", "worker", "service", ObservingRole]
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
@@ -153,8 +154,8 @@ def plan_deployment(
         _check_workers(settings, processes)
     if planner := _find_planner(planners, settings, alone=only or not front):
         processes.insert(0, ProcessPlan("planner", (planner,), 1, settings))
-    if settings.observer.enabled and front and not only:
-        processes.append(ProcessPlan("observer", (), 1, settings, group="Observer"))
+    observing = observing_roles(settings) if front and not only else ()
+    processes += [ProcessPlan(role, (), 1, settings, group=role.capitalize()) for role in observing]
     return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
 
 

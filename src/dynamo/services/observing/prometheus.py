@@ -1,0 +1,157 @@
+"""The process that runs an installed Prometheus, which watches the deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any, Literal
+
+import msgspec
+
+from dynamo.core.errors import DynamoError, WorkerFailed
+from dynamo.core.host.parent_death_signal import dying_with_parent
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_monitoring import PrometheusSettings
+from dynamo.models.file_cache import write_atomically
+from dynamo.operations.alerts.prometheus import prometheus_rules
+from dynamo.operations.alerts.rules import RULES
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.processes.exit_status import describe_exit
+from dynamo.runtime.processes.ports import check_port_free
+from dynamo.services.scrape_targets import ScrapeTargets
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+RETRY_S = 0.5
+PORT_RETRY_S = 2.0
+TARGETS_INTERVAL_S = 2.0
+
+ObservingRole = Literal["observer", "prometheus"]
+
+
+def observing_roles(settings: Settings) -> Sequence[ObservingRole]:
+    """Return the roles of the processes that watch a deployment, one process of each."""
+    runs = settings.monitoring.prometheus.enabled and _is_installed()
+    roles: dict[ObservingRole, bool] = {"observer": settings.observer.enabled, "prometheus": runs}
+    return [role for role, is_wanted in roles.items() if is_wanted]
+
+
+def warn_if_missing(settings: PrometheusSettings) -> None:
+    """Log that no Prometheus is started although the settings want one. Requests do not need it,
+    so the deployment starts."""
+    if settings.enabled and not _is_installed():
+        log.warning(
+            "no Prometheus is started: monitoring.prometheus.enabled is on, and PATH has no "
+            "program `prometheus`; install it, or turn the setting off"
+        )
+
+
+def _is_installed() -> bool:
+    return shutil.which("prometheus") is not None
+
+
+class PrometheusService:
+    """Runs Prometheus, whose lines are those of this process, and ends with it. The files are in
+    the folder `prometheus` of the deployment's state folder, which one process at a time locks."""
+
+    async def attach(self, runtime: DistributedRuntime) -> None:
+        """Start Prometheus, without waiting until it has read its data."""
+        self._runtime, self._settings = runtime, runtime.settings.monitoring.prometheus
+        self._folder = deployment_of(runtime.settings).folder / "prometheus"
+        self._process: asyncio.subprocess.Process | None = None
+        runtime.public_address = f"http://{HOST}:{self._settings.port}"
+        runtime.add_shutdown_hook(self._stop)
+        runtime.tasks.start(self._run(), "prometheus")
+
+    async def _run(self) -> None:
+        runtime, failure = self._runtime, ""
+        try:
+            self._write_files()
+            with (self._folder / "lock").open("wb") as lock:
+                await self._wait_for_place(lock)
+                self._process = await asyncio.create_subprocess_exec(
+                    *dying_with_parent(self._command()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    cwd=self._folder,
+                )
+                targets = runtime.tasks.start(self._follow_targets(), "scrape targets")
+                failure = f"it ended: {describe_exit(await self._process.wait())}"
+                targets.cancel()
+        except (OSError, DynamoError) as error:
+            failure = str(error)
+        await runtime.clock.sleep(RETRY_S)  # the deployment has become ready
+        if not runtime.stopping.cancelled:
+            runtime.fail(WorkerFailed(f"Prometheus: {failure}", hint="its log lines say why"))
+
+    def _command(self) -> Sequence[str]:
+        is_json = self._runtime.settings.logging.format == "json"
+        return [
+            *("prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"),
+            "--storage.tsdb.retention.size=512MB",
+            *(f"--web.listen-address={HOST}:{self._settings.port}", "--log.level=warn"),
+            *(f"--log.format={'json' if is_json else 'logfmt'}",),
+            "--enable-feature=exemplar-storage",
+        ]
+
+    def _write_files(self) -> None:
+        """Write the configuration and the rules, as JSON, which is YAML, too. Blocks shortly."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        interval = f"{round(self._settings.scrape_interval * 1000)}ms"
+        job = {"job_name": "dynamo", "file_sd_configs": [{"files": ["targets.json"]}]}
+        self._write("rules.yml", prometheus_rules(RULES))
+        self._write(
+            "prometheus.yml",
+            {
+                "global": {"scrape_interval": interval, "evaluation_interval": interval},
+                "rule_files": ["rules.yml"],
+                "scrape_configs": [job],
+            },
+        )
+
+    def _write(self, name: str, content: Any) -> None:
+        write_atomically(self._folder / name, msgspec.json.encode(content))
+
+    async def _wait_for_place(self, lock: IO[bytes]) -> None:
+        """Lock this file, which a process that this one replaces has until its end. Then wait until
+        the port is free; its owner is reported once."""
+        clock, is_reported = self._runtime.clock, False
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            await clock.sleep(RETRY_S)
+        while True:
+            try:
+                await clock.offload(check_port_free, HOST, self._settings.port)
+                break
+            except DynamoError as error:
+                if not is_reported:
+                    fields = {"error": error.message, "hint": "set monitoring.prometheus.port"}
+                    text = "Prometheus waits until its port is free"
+                    log.warning(text, extra={"fields": fields})
+                is_reported = True
+            await clock.sleep(PORT_RETRY_S)
+
+    async def _follow_targets(self) -> None:
+        """Write the status ports of all processes to a file, which Prometheus reads. Unlike the
+        frontends' list it needs no key, and remains while discovery is away."""
+        targets, written = ScrapeTargets(self._runtime), None
+        while True:
+            with suppress(OSError, DynamoError):  # a full disk, or discovery is away
+                listed = await targets.list_targets()
+                if listed != written:
+                    await self._runtime.clock.offload(self._write, "targets.json", listed)
+                    written = listed
+            await self._runtime.clock.sleep(TARGETS_INTERVAL_S)
+
+    async def _stop(self, _: float) -> None:
+        """Let Prometheus write what it has in memory, and wait for its end."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()

@@ -1,0 +1,137 @@
+"""`monitoring.prometheus.enabled`: a deployment runs an installed Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import until
+from tests.faults.cluster import Cluster
+from tests.support.servers import free_port
+
+from dynamo.cli.entry import main
+from dynamo.operations.alerts.rules import RULES
+
+pytestmark = pytest.mark.timeout(180)
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not on the path"
+)
+SETTING = "DYNAMO_MONITORING__PROMETHEUS__"
+PROCESSES = {"supervisor", "frontend", "observer", "prometheus", "worker-1", "worker-2"}
+
+
+def read(port: int, path: str) -> Any:
+    """Return what a Prometheus answers; None while it is away."""
+    url = f"http://127.0.0.1:{port}/api/v1/{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.load(response)["data"]
+    except OSError:
+        return None
+
+
+def healthy(port: int) -> set[str]:
+    """Return the processes that a Prometheus has scraped."""
+    answer = read(port, "targets") or {"activeTargets": []}
+    targets = answer["activeTargets"]
+    return {each["labels"]["process"] for each in targets if each["health"] == "up"}
+
+
+def child_pid(cluster: Cluster) -> int:
+    """Return the process of Prometheus itself, 0 while there is none."""
+    for process in cluster.processes("prometheus"):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+    return 0
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def cluster(tiny_model: Path, tmp_path: Path, port: int) -> Iterator[Cluster]:
+    environ = {
+        f"{SETTING}ENABLED": "true",
+        f"{SETTING}PORT": str(port),
+        f"{SETTING}SCRAPE_INTERVAL": "1",
+        "DYNAMO_SERVER__API_KEYS": "a-key",
+        "DYNAMO_SECURITY__SECRET": "s" * 40,
+    }
+    with Cluster(
+        tiny_model, tmp_path, workers=2, flags=("--observer",), environ=environ
+    ) as cluster:
+        yield cluster
+
+
+@needs_prometheus
+def test_every_process_is_scraped_with_keys_and_a_secret(cluster: Cluster, port: int) -> None:
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+    (group,) = read(port, "rules")["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [rule.name for rule in RULES]
+    assert read(port, "status/flags")["web.listen-address"] == f"127.0.0.1:{port}"
+
+
+@needs_prometheus
+def test_a_killed_prometheus_is_started_again_with_its_data(cluster: Cluster, port: int) -> None:
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+    os.kill(child_pid(cluster), signal.SIGKILL)
+    until(lambda: 'error="Prometheus: it ended: SIGKILL"' in cluster.log, timeout_s=20)
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+    deaths = read(port, "query?query=count_over_time(up{process='worker-1'}[5m])")
+    assert int(deaths["result"][0]["value"][1]) > 1, "samples of before its death"
+
+
+@needs_prometheus
+def test_a_replaced_prometheus_leaves_port_and_data_to_the_next(
+    cluster: Cluster, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+    before = child_pid(cluster)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(cluster.folder))
+    assert main(["restart", "prometheus"]) == 0
+    until(lambda: child_pid(cluster) not in {0, before}, timeout_s=20)
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+    assert "Prometheus: it ended" not in cluster.log
+    assert "waits until its port is free" not in cluster.log
+
+
+@needs_prometheus
+def test_it_waits_for_a_port_that_is_in_use(
+    tiny_model: Path, tmp_path: Path, port: int, request: pytest.FixtureRequest
+) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        cluster = request.getfixturevalue("cluster")
+        until(lambda: f"port {port} on 127.0.0.1 is in use" in cluster.log, timeout_s=20)
+        assert "set monitoring.prometheus.port" in cluster.log
+        until(lambda: len(cluster.ready("supervisor")) == 1, timeout_s=20)
+    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+
+
+@needs_prometheus
+def test_it_ends_with_a_killed_supervisor(cluster: Cluster, port: int) -> None:
+    until(lambda: healthy(port), timeout_s=30)
+    (supervisor,) = cluster.processes("supervisor")
+    os.kill(supervisor.pid, signal.SIGKILL)
+    until(lambda: read(port, "targets") is None, timeout_s=20)
+
+
+def test_a_deployment_serves_without_an_installed_prometheus(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    environ = {f"{SETTING}ENABLED": "true", "PATH": str(tmp_path)}
+    with Cluster(tiny_model, tmp_path, workers=1, environ=environ) as cluster:
+        until(lambda: len(cluster.ready("supervisor")) == 1, timeout_s=20)
+        assert not cluster.processes("prometheus")
+        assert (
+            "PATH has no program `prometheus`; install it, or turn the setting off" in cluster.log
+        )
