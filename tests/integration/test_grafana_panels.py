@@ -54,13 +54,13 @@ def scrape(group: Mapping[str, Any]) -> Iterator[Sample]:
                 yield Sample(match["name"], labels | added, float(match["value"]))
 
 
-def ask(port: int) -> None:
+def ask(port: int, key: str = "") -> None:
     """Request an answer of several tokens with a prompt of several blocks."""
     body = {"model": "tiny", "prompt": TEXT, "max_tokens": 4, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
-        {"content-type": "application/json"},
+        {"content-type": "application/json", "authorization": f"Bearer {key}"},
     )
     with urllib.request.urlopen(request, timeout=20) as response:
         assert b"[DONE]" in response.read()

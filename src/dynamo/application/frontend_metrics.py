@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from math import inf
 from operator import sub
 
+from dynamo.core.settings.schema_monitoring import CustomMetricSettings
 from dynamo.telemetry.metrics import Counter, Histogram, MetricFamily, Registry
 
 DURATION_BUCKETS_S = (
@@ -51,6 +56,7 @@ class FrontendMetrics:
         ttft_promise_s: float = 5,
         gap_promise_s: float = 2,
         stage_names: Sequence[str] = (),
+        custom: Sequence[CustomMetricSettings] = (),
     ) -> None:
         by_model = ("model",)
         gap_bounds = sorted({*ITL_BUCKETS_S, gap_promise_s})
@@ -64,23 +70,24 @@ class FrontendMetrics:
         self.time_to_first_token = registry.histogram(
             "dynamo_frontend_time_to_first_token_seconds",
             "From the request being read to the first text",
-            sorted({*TTFT_BUCKETS_S, ttft_promise_s}),
+            _with_custom(custom, "time_to_first_token", (*TTFT_BUCKETS_S, ttft_promise_s)),
             by_model,
         )
         self.inter_token_latency = registry.histogram(
             "dynamo_frontend_inter_token_latency_seconds",
             "Between two texts of one choice",
-            gap_bounds,
+            _with_custom(custom, "inter_token_latency", gap_bounds),
             by_model,
         )
         self.duration = registry.histogram(
             "dynamo_frontend_request_duration_seconds",
             "From the request being read to the end of the answer",
-            DURATION_BUCKETS_S,
+            _with_custom(custom, "request_duration", DURATION_BUCKETS_S),
             by_model,
         )
         self._declare_tokens(registry)
         self._declare_story_metrics(registry, gap_bounds)
+        self._declare_custom(registry, custom)
         self.models: dict[str, ModelMetrics] = {}
 
     def _declare_tokens(self, registry: Registry) -> None:
@@ -127,6 +134,28 @@ class FrontendMetrics:
             ("model", "stage"),
         )
 
+    def _declare_custom(self, registry: Registry, custom: Sequence[CustomMetricSettings]) -> None:
+        """Declare custom metrics, which are computed at scrapes. Supervisors know GPUs."""
+        sources = {
+            "request_duration": self.duration,
+            "time_to_first_token": self.time_to_first_token,
+            "inter_token_latency": self.inter_token_latency,
+        }
+        for name, source, buckets in ((each.name, each.shows, each.buckets) for each in custom):
+            text = f"{source}, by monitoring.custom_metrics"
+            if source == "cache_hit_ratio":
+                registry.gauge(name, text, ("model",), callback=self._hit_ratios, merge="max")
+            elif source in sources:
+                family = sources[source]
+                show = partial(_regroup, family, buckets)
+                registry.register(name, text, family.new_child, ("model",), "histogram", show)
+
+    def _hit_ratios(self) -> Mapping[tuple[str, ...], float]:
+        items = self.input_length.children.items()
+        return {
+            model: self.cached_tokens.labels(*model).value / h.sum for model, h in items if h.sum
+        }
+
     def for_model(self, name: str) -> ModelMetrics:
         """Return the metrics of a served model."""
         metrics = self.models.get(name)
@@ -159,6 +188,27 @@ class FrontendMetrics:
         for family in families:
             for values in [values for values in family.children if values[0] == name]:
                 family.remove(*values)
+
+
+def _with_custom(
+    custom: Sequence[CustomMetricSettings], source: str, bounds: Iterable[float]
+) -> Sequence[float]:
+    """Return bounds with those that custom metrics are made from."""
+    wanted = (metric.buckets for metric in custom if metric.shows == source)
+    return sorted({*bounds, *chain.from_iterable(wanted)})
+
+
+def _regroup(
+    family: MetricFamily[Histogram], bounds: Sequence[float]
+) -> Mapping[tuple[str, ...], Histogram]:
+    """Return copies with some of the bounds of a family, by default all."""
+    copies = {}
+    for model, histogram in family.children.items():
+        copies[model] = copy = Histogram(bounds or histogram.bounds)
+        copy.sum = histogram.sum
+        for bound, count in zip([*histogram.bounds, inf], histogram.counts, strict=True):
+            copy.counts[bisect_left(copy.bounds, bound)] += count
+    return copies
 
 
 def _sums_by_model(family: MetricFamily[Histogram]) -> Mapping[tuple[str, ...], float]:

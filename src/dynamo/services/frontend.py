@@ -154,6 +154,7 @@ class FrontendService:
                 ttft_promise_s=promised_ttft_s(runtime.settings),
                 gap_promise_s=runtime.settings.observer.gap_slo,
                 stage_names=STAGES if runtime.settings.observer.enabled else (),
+                custom=runtime.settings.monitoring.custom_metrics,
             ),
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,

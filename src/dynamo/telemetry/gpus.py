@@ -83,8 +83,8 @@ class Gpus:
         total = sum(state.memory_total_bytes for state in states)
         return f"{sum(s.memory_used_bytes for s in states) / total:.0%}" if total else None
 
-    def declare_metrics(self, registry: Registry) -> None:
-        """Declare the metrics of each GPU, by its number."""
+    def declare_metrics(self, registry: Registry, custom: Sequence[str] = ()) -> None:
+        """Declare the metrics of each GPU, by its number. `custom`: other names of its use."""
 
         def gauge(name: str, text: str, labels: tuple[str], *, of: str) -> None:
             def values() -> Mapping[tuple[str, ...], float]:
@@ -96,6 +96,8 @@ class Gpus:
         gauge(
             "dynamo_gpu_utilization_ratio", "Share of time in use", ("gpu",), of="utilization_ratio"
         )
+        for name in custom:
+            gauge(name, "Share of time in use", ("gpu",), of="utilization_ratio")
         gauge("dynamo_gpu_memory_used_bytes", "Memory in use", ("gpu",), of="memory_used_bytes")
         gauge("dynamo_gpu_memory_total_bytes", "Memory", ("gpu",), of="memory_total_bytes")
         gauge("dynamo_gpu_power_watts", "Power", ("gpu",), of="power_watts")

@@ -18,7 +18,7 @@ import msgspec
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
+ScrapeCallback = Callable[[], "float | Mapping[tuple[str, ...], float | Histogram]"]
 """Called at each scrape. Returns the value, or values by label values."""
 
 Exemplar = tuple[Mapping[str, str], float]

@@ -91,6 +91,11 @@ def test_the_published_file_of_several_hosts() -> None:
     assert values["workers.prefill.resources.memory"] == 64 << 30
     assert values["monitoring.custom_metrics[0].buckets"][-1] == 10
     assert loaded.origins["monitoring.custom_metrics[0].type"] == "f.yaml:72"
+    assert [metric.shows for metric in loaded.settings.monitoring.custom_metrics] == [
+        "request_duration",
+        "cache_hit_ratio",
+        "gpu_utilization",
+    ]
     assert loaded.settings.router.mode == "kv"
     assert loaded.settings.router.replicas == 2
 
@@ -163,9 +168,34 @@ def test_options_of_services_keep_their_lines() -> None:
 
 def test_lists_of_sections_in_the_environment_are_json() -> None:
     name = "DYNAMO_MONITORING__CUSTOM_METRICS"
-    loaded = resolve_settings(environ={name: '[{"name": "a"}]'})
+    loaded = resolve_settings(environ={name: '[{"name": "a", "source": "gpu_utilization"}]'})
 
     assert loaded.values["monitoring.custom_metrics[0].name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("name: tokens_per_watt", "'tokens_per_watt' is no source of a metric"),
+        ("name: ''", "'' is no source"),
+        ("name: a, source: wat", "'wat' is no source"),
+        ("name: cache_hit_ratio, type: counter", "is a gauge, not a counter"),
+        ("name: cache_hit_ratio, buckets: [1]", "of a histogram only"),
+        ("name: a, source: request_duration, buckets: [2, 1]", r"buckets = \[2.0, 1.0\]: wanted"),
+        ("name: a, source: request_duration, buckets: [1, .inf]", "wanted ascending bounds"),
+        ("name: a, source: request_duration, buckets: [.nan]", "wanted ascending bounds"),
+        ("name: a, type: summary", "one of: counter, gauge, histogram"),
+        ("name: Ä, source: gpu_utilization", "names have a-z"),
+        ("name: dynamo_info, source: gpu_utilization", "that begin with dynamo_ are taken"),
+        ("name: a, source: gpu_utilization}, {name: a, source: cache_hit_ratio", "two metrics"),
+    ],
+)
+def test_custom_metrics_have_a_source_of_their_kind(entry: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(f"monitoring: {{custom_metrics: [{{{entry}}}]}}")
+    if "no source" in message:
+        for source in ("request_duration", "cache_hit_ratio", "gpu_utilization"):
+            assert source in caught.value.hint
 
 
 def test_servers_have_short_names_in_the_environment() -> None:

@@ -59,9 +59,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 def test_each_gpu_has_metrics(nvml: FakeNvml) -> None:
     registry, cards = Registry(), Gpus()
-    cards.declare_metrics(registry)
+    cards.declare_metrics(registry, ["gpu_utilization"])
     lines = registry.render().splitlines()
     assert 'dynamo_gpu_utilization_ratio{gpu="1"} 0.51' in lines
+    assert 'gpu_utilization{gpu="1"} 0.51' in lines
     assert f'dynamo_gpu_memory_used_bytes{{gpu="0"}} {30 << 30}' in lines
     assert 'dynamo_gpu_power_watts{gpu="0"} 350.5' in lines
     assert 'dynamo_gpu_temperature_celsius{gpu="1"} 62' in lines

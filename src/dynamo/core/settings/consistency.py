@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 
 from dynamo.core.adapters import MODULES_KEY, parse_lora_modules
 from dynamo.core.errors import ConfigError
@@ -14,7 +16,10 @@ from dynamo.core.settings.schema_cluster import (
     override,
 )
 from dynamo.core.settings.schema_models import DEFAULT_KEEP_ALIVE_S, ModelSettings
+from dynamo.core.settings.schema_monitoring import CUSTOM_METRIC_SOURCES, CustomMetricSettings
 from dynamo.core.settings.schema_planner import PlannerSettings
+
+CUSTOM_METRIC_NAME = re.compile(r"(?!dynamo_|process_|python_)[a-z][a-z0-9_]*\Z")
 
 
 def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -35,6 +40,7 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
             hint="add --planner; with --planner.policy static it changes no sizes",
             param="tuner.auto_tune_interval",
         )
+    _check_custom_metrics(settings.monitoring.custom_metrics)
     _check_adapters(settings.engine.lora_modules)
     _check_keep_alive(settings.model)
     _check_block_sizes(settings)
@@ -52,6 +58,30 @@ def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
                     "`host:`",
                     param=f"{key}.device_ids",
                 )
+
+
+def _check_custom_metrics(metrics: Sequence[CustomMetricSettings]) -> None:
+    """Raise `ConfigError` for a metric without a source of its kind, and for one that Prometheus
+    would refuse or mix up with another one."""
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        kind = CUSTOM_METRIC_SOURCES.get(metric.shows, "")
+        hint, buckets = "", metric.buckets
+        if not kind:
+            text = f"{metric.shows!r} is no source of a metric"
+            hint = f"set `source` to one of: {', '.join(CUSTOM_METRIC_SOURCES)}"
+        elif metric.type not in {None, kind}:
+            text = f"its source {metric.shows} is a {kind}, not a {metric.type}"
+        elif not CUSTOM_METRIC_NAME.match(metric.name):
+            text = "names have a-z, 0-9 and _; those that begin with dynamo_ are taken"
+        elif names.count(metric.name) > 1:
+            text = "two metrics have this name"
+        elif buckets and (kind == "gauge" or list(buckets) != sorted(filter(isfinite, {*buckets}))):
+            text = f"buckets = {list(buckets)}: wanted ascending bounds, of a histogram only"
+        else:
+            continue
+        text = f"{metric.name!r} in monitoring.custom_metrics: {text}"
+        raise ConfigError(text, hint=hint, param="monitoring.custom_metrics")
 
 
 def _check_adapters(modules: Sequence[str]) -> None:

@@ -18,10 +18,6 @@ from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 
 
-class CustomMetricSettings(SettingsSection, frozen=True):
-    """An entry of `monitoring.custom_metrics`. All of its settings are in `NO_EFFECT`."""
-
-
 def _row(key: str, default: Any, text: str, *, kind: Any = None, **meta: Any) -> SettingSpec:
     return SettingSpec(key, kind or type(default), default, SettingMeta(text, unused=True, **meta))
 
@@ -41,8 +37,6 @@ _WORKER_GROUP = (
     *_under("resources", _RESOURCES),
     *_under("kv_cache", (_CACHE_POLICY,)),
 )
-_METRIC_LIST = tuple[CustomMetricSettings, ...]
-_BUCKETS = tuple[float, ...]
 
 NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
     Settings: (
@@ -55,14 +49,8 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
         _row("messaging.nats.cluster_name", "", "name of the NATS cluster"),
         _row("monitoring.grafana.enabled", False, "run a Grafana"),
         _row("monitoring.grafana.port", 3000, "its port", ge=1, le=65535),
-        _row("monitoring.custom_metrics", (), "metrics besides Dynamo's", kind=_METRIC_LIST),
     ),
     WorkerGroupSettings: _WORKER_GROUP,
-    CustomMetricSettings: (
-        _row("name", "", "name of the metric"),
-        _row("type", "gauge", "kind of metric", choices=("counter", "gauge", "histogram")),
-        _row("buckets", (), "upper bounds of a histogram", kind=_BUCKETS),
-    ),
 }
 """The rows of each schema. A key is relative to its schema."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dynamo.core.settings.declare import SettingsSection, setting
 
+_METRICS = "distributed_runtime.metrics"
+
 
 class LoggingSettings(SettingsSection, frozen=True):
     """Log lines."""
@@ -48,27 +50,53 @@ class PrometheusSettings(SettingsSection, frozen=True):
 
     enabled: bool = setting(
         False,
-        "run the program `prometheus` of PATH beside the frontends, on loopback. It scrapes all "
-        "processes and evaluates the rules of alerts; its data is in the state folder",
-        aliases=("distributed_runtime.metrics.enable_prometheus",),
+        "run the program `prometheus` of PATH on loopback, beside the frontends; its data is in "
+        "the state folder",
+        aliases=(f"{_METRICS}.enable_prometheus",),
     )
-    port: int = setting(
-        9090,
-        "its port",
-        ge=1,
-        le=65535,
-        aliases=("distributed_runtime.metrics.prometheus_port",),
-    )
+    port: int = setting(9090, "its port", ge=1, le=65535, aliases=(f"{_METRICS}.prometheus_port",))
     scrape_interval: float = setting(
         15.0,
-        "time between scrapes, and between evaluations of rules",
+        "time between scrapes",
         unit="seconds",
         ge=1,
-        aliases=("distributed_runtime.metrics.collection_interval",),
+        aliases=(f"{_METRICS}.collection_interval",),
     )
+
+
+CUSTOM_METRIC_SOURCES = {
+    "request_duration": "histogram",
+    "time_to_first_token": "histogram",
+    "inter_token_latency": "histogram",
+    "cache_hit_ratio": "gauge",
+    "gpu_utilization": "gauge",
+}
+"""The kind of metric of each value that custom metrics can show."""
+_KINDS = ("counter", "gauge", "histogram")
+SOURCE_BY_NAME = {"request_latency_p99": "request_duration"}
+"""The sources of names that are not those of their sources."""
+
+
+class CustomMetricSettings(SettingsSection, frozen=True):
+    """A metric that shows a source under another name, or in other buckets."""
+
+    name: str = setting("", "name of the metric")
+    type: str | None = setting(None, "kind of metric; unset: that of its source", choices=_KINDS)
+    buckets: tuple[float, ...] = setting((), "upper bounds of a histogram; empty: Dynamo's own")
+    source: str = setting(
+        "",
+        f"what it shows: {', '.join(CUSTOM_METRIC_SOURCES)}; empty: what `name` says, which is one "
+        "of these or request_latency_p99 (request_duration)",
+    )
+
+    @property
+    def shows(self) -> str:
+        """The source."""
+        return self.source or SOURCE_BY_NAME.get(self.name, self.name)
 
 
 class MonitoringSettings(SettingsSection, frozen=True):
     """Collection and display of metrics."""
 
     prometheus: PrometheusSettings = PrometheusSettings()
+    custom_metrics: tuple[CustomMetricSettings, ...] = setting((), "metrics besides Dynamo's")

@@ -119,7 +119,7 @@ class Supervisor:
         self._status.list_processes = partial(list_scraped, self.children)
         report = make_reporter(self.children, self._log_writer, settings, self._clock)
         self._control = ControlServer(self._group, self._models, deployment.folder, report)
-        declare_supervisor_metrics(metrics, self.children, self._disk_space)
+        declare_supervisor_metrics(metrics, self.children, self._disk_space, settings)
 
     async def run(self) -> int:
         """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, get_args
 
+from dynamo.core.settings import Settings
 from dynamo.models.downloads.fetch_counts import FETCHED
 from dynamo.runtime.deployment import ProcessState
 from dynamo.runtime.processes.child import ChildProcess
@@ -35,10 +36,14 @@ class AlertWatch(Protocol):
 
 
 def declare_supervisor_metrics(
-    metrics: Registry, children: Sequence[ChildProcess], disk_space: DiskSpaceMonitor
+    metrics: Registry,
+    children: Sequence[ChildProcess],
+    disk_space: DiskSpaceMonitor,
+    settings: Settings,
 ) -> None:
     """Declare the metrics of a supervisor, and those of the GPUs of its host."""
-    Gpus().declare_metrics(metrics)
+    custom = settings.monitoring.custom_metrics
+    Gpus().declare_metrics(metrics, [m.name for m in custom if m.shows == "gpu_utilization"])
 
     def count_states() -> Mapping[tuple[str, ...], float]:
         counts = Counter((child.spec.role, _state(child)) for child in children)

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import logging
 import shutil
+from asyncio.subprocess import DEVNULL
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, Literal
@@ -28,32 +29,26 @@ from dynamo.services.scrape_targets import ScrapeTargets
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-RETRY_S = 0.5
-PORT_RETRY_S = 2.0
-TARGETS_INTERVAL_S = 2.0
+RETRY_S = 2.0
 
 ObservingRole = Literal["observer", "prometheus"]
 
 
 def observing_roles(settings: Settings) -> Sequence[ObservingRole]:
     """Return the roles of the processes that watch a deployment, one process of each."""
-    runs = settings.monitoring.prometheus.enabled and _is_installed()
-    roles: dict[ObservingRole, bool] = {"observer": settings.observer.enabled, "prometheus": runs}
-    return [role for role, is_wanted in roles.items() if is_wanted]
+    runs = settings.monitoring.prometheus.enabled and shutil.which("prometheus") is not None
+    observer: list[ObservingRole] = ["observer"] if settings.observer.enabled else []
+    return [*observer, "prometheus"] if runs else observer
 
 
 def warn_if_missing(settings: PrometheusSettings) -> None:
     """Log that no Prometheus is started although the settings want one. Requests do not need it,
     so the deployment starts."""
-    if settings.enabled and not _is_installed():
+    if settings.enabled and shutil.which("prometheus") is None:
         log.warning(
             "no Prometheus is started: monitoring.prometheus.enabled is on, and PATH has no "
             "program `prometheus`; install it, or turn the setting off"
         )
-
-
-def _is_installed() -> bool:
-    return shutil.which("prometheus") is not None
 
 
 class PrometheusService:
@@ -70,19 +65,16 @@ class PrometheusService:
         runtime.tasks.start(self._run(), "prometheus")
 
     async def _run(self) -> None:
-        runtime, failure = self._runtime, ""
+        runtime = self._runtime
         try:
-            self._write_files()
+            self._write_configuration()
             with (self._folder / "lock").open("wb") as lock:
                 await self._wait_for_place(lock)
                 self._process = await asyncio.create_subprocess_exec(
-                    *dying_with_parent(self._command()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    cwd=self._folder,
+                    *dying_with_parent(self._command()), stdin=DEVNULL, cwd=self._folder
                 )
-                targets = runtime.tasks.start(self._follow_targets(), "scrape targets")
+                runtime.tasks.start(self._follow_targets(), "scrape targets")
                 failure = f"it ended: {describe_exit(await self._process.wait())}"
-                targets.cancel()
         except (OSError, DynamoError) as error:
             failure = str(error)
         await runtime.clock.sleep(RETRY_S)  # the deployment has become ready
@@ -90,53 +82,45 @@ class PrometheusService:
             runtime.fail(WorkerFailed(f"Prometheus: {failure}", hint="its log lines say why"))
 
     def _command(self) -> Sequence[str]:
-        is_json = self._runtime.settings.logging.format == "json"
+        log_format = "json" if self._runtime.settings.logging.format == "json" else "logfmt"
         return [
             *("prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"),
-            "--storage.tsdb.retention.size=512MB",
-            *(f"--web.listen-address={HOST}:{self._settings.port}", "--log.level=warn"),
-            *(f"--log.format={'json' if is_json else 'logfmt'}",),
-            "--enable-feature=exemplar-storage",
+            *("--storage.tsdb.retention.size=512MB", "--enable-feature=exemplar-storage"),
+            *("--log.level=warn", f"--log.format={log_format}"),
+            f"--web.listen-address={HOST}:{self._settings.port}",
         ]
 
-    def _write_files(self) -> None:
-        """Write the configuration and the rules, as JSON, which is YAML, too. Blocks shortly."""
+    def _write_configuration(self) -> None:
+        """Write the configuration and the rules as JSON, which is YAML, too. Blocks shortly."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         interval = f"{round(self._settings.scrape_interval * 1000)}ms"
         job = {"job_name": "dynamo", "file_sd_configs": [{"files": ["targets.json"]}]}
+        intervals = {"scrape_interval": interval, "evaluation_interval": interval}
+        files = {"rule_files": ["rules.yml"], "scrape_configs": [job]}
+        self._write("prometheus.yml", {"global": intervals, **files})
         self._write("rules.yml", prometheus_rules(RULES))
-        self._write(
-            "prometheus.yml",
-            {
-                "global": {"scrape_interval": interval, "evaluation_interval": interval},
-                "rule_files": ["rules.yml"],
-                "scrape_configs": [job],
-            },
-        )
 
     def _write(self, name: str, content: Any) -> None:
         write_atomically(self._folder / name, msgspec.json.encode(content))
 
     async def _wait_for_place(self, lock: IO[bytes]) -> None:
-        """Lock this file, which a process that this one replaces has until its end. Then wait until
-        the port is free; its owner is reported once."""
+        """Lock this file, which a process that this one replaces has until its end, and wait until
+        the port is free, whose owner is reported once."""
         clock, is_reported = self._runtime.clock, False
         while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            await clock.sleep(RETRY_S)
-        while True:
             try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 await clock.offload(check_port_free, HOST, self._settings.port)
-                break
+                return
+            except BlockingIOError:
+                pass
             except DynamoError as error:
                 if not is_reported:
                     fields = {"error": error.message, "hint": "set monitoring.prometheus.port"}
                     text = "Prometheus waits until its port is free"
                     log.warning(text, extra={"fields": fields})
                 is_reported = True
-            await clock.sleep(PORT_RETRY_S)
+            await clock.sleep(RETRY_S)
 
     async def _follow_targets(self) -> None:
         """Write the status ports of all processes to a file, which Prometheus reads. Unlike the
@@ -144,11 +128,10 @@ class PrometheusService:
         targets, written = ScrapeTargets(self._runtime), None
         while True:
             with suppress(OSError, DynamoError):  # a full disk, or discovery is away
-                listed = await targets.list_targets()
-                if listed != written:
+                if (listed := await targets.list_targets()) != written:
                     await self._runtime.clock.offload(self._write, "targets.json", listed)
                     written = listed
-            await self._runtime.clock.sleep(TARGETS_INTERVAL_S)
+            await self._runtime.clock.sleep(RETRY_S)
 
     async def _stop(self, _: float) -> None:
         """Let Prometheus write what it has in memory, and wait for its end."""

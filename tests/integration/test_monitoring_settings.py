@@ -1,4 +1,4 @@
-"""`monitoring.prometheus.enabled`: a deployment runs an installed Prometheus."""
+"""The section `monitoring`: an installed Prometheus, and custom metrics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from tests.conftest import until
 from tests.faults.cluster import Cluster
+from tests.integration.test_grafana_panels import ask, fetch
 from tests.support.servers import free_port
 
 from dynamo.cli.entry import main
@@ -25,6 +27,13 @@ needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not on the path"
 )
 SETTING = "DYNAMO_MONITORING__PROMETHEUS__"
+API_KEY = "a-key"
+CUSTOM = [
+    {"name": "request_latency_p99", "type": "histogram", "buckets": [0.1, 0.33, 60]},
+    {"name": "cache_hit_ratio", "type": "gauge"},
+    {"name": "gpu_utilization", "type": "gauge"},
+    {"name": "first_texts", "source": "time_to_first_token", "buckets": [0.7]},
+]
 PROCESSES = {"supervisor", "frontend", "observer", "prometheus", "worker-1", "worker-2"}
 
 
@@ -64,7 +73,8 @@ def cluster(tiny_model: Path, tmp_path: Path, port: int) -> Iterator[Cluster]:
         f"{SETTING}ENABLED": "true",
         f"{SETTING}PORT": str(port),
         f"{SETTING}SCRAPE_INTERVAL": "1",
-        "DYNAMO_SERVER__API_KEYS": "a-key",
+        "DYNAMO_SERVER__API_KEYS": API_KEY,
+        "DYNAMO_MONITORING__CUSTOM_METRICS": json.dumps(CUSTOM),
         "DYNAMO_SECURITY__SECRET": "s" * 40,
     }
     with Cluster(
@@ -123,6 +133,37 @@ def test_it_ends_with_a_killed_supervisor(cluster: Cluster, port: int) -> None:
     (supervisor,) = cluster.processes("supervisor")
     os.kill(supervisor.pid, signal.SIGKILL)
     until(lambda: read(port, "targets") is None, timeout_s=20)
+
+
+@needs_prometheus
+def test_custom_metrics_answer_their_queries(cluster: Cluster, port: int) -> None:
+    def value(query: str) -> float:
+        result = (read(port, f"query?{urlencode({'query': query})}") or {"result": ()})["result"]
+        return float(result[0]["value"][1]) if result else float("nan")
+
+    def ask_and_query() -> bool:
+        ask(cluster.port, API_KEY)
+        p99 = value("histogram_quantile(0.99, sum by (le) (rate(request_latency_p99_bucket[1m])))")
+        return 0 < p99 <= 60 and 0 < value("cache_hit_ratio") < 1
+
+    until(ask_and_query, timeout_s=40)
+    assert value("count(count by (le) (request_latency_p99_bucket))") == 4
+    assert value("count(count by (le) (first_texts_bucket))") == 2
+
+
+def test_custom_metrics_are_those_of_all_frontends(tiny_model: Path, tmp_path: Path) -> None:
+    environ = {"DYNAMO_MONITORING__CUSTOM_METRICS": json.dumps(CUSTOM)}
+    with Cluster(tiny_model, tmp_path, workers=1, frontends=2, environ=environ) as cluster:
+        for _ in range(8):
+            ask(cluster.port)
+        lines = fetch(f"http://127.0.0.1:{cluster.port}/metrics")[1].splitlines()
+        assert 'request_latency_p99_count{model="tiny"} 8' in lines
+        assert 'request_latency_p99_bucket{model="tiny",le="60.0"} 8' in lines
+        assert 'first_texts_bucket{model="tiny",le="+Inf"} 8' in lines
+        assert [line for line in lines if line.startswith('cache_hit_ratio{model="tiny"} 0.')]
+        (supervisor,) = cluster.processes("supervisor")
+        text = fetch(f"{supervisor.status_url}/metrics")[1]
+        assert "# TYPE gpu_utilization gauge" in text
 
 
 def test_a_deployment_serves_without_an_installed_prometheus(
