@@ -207,13 +207,11 @@ async def test_a_router_process_steers_the_price_of_pauses_by_the_target(
         while (await weight_after_an_answer() or 0.0) <= START_WEIGHT:
             assert time.monotonic() < end, cluster.log[-2000:]
         await weight_after_an_answer()
-        decisions: list[dict[str, float | None]] = []
-        while not decisions or decisions[-1].get("harm_weight") is None:
+        decisions: list[dict[str, float | None]] = [{}]
+        while (decisions[-1].get("harm_weight") or 0.0) <= START_WEIGHT:
             assert time.monotonic() < end + 20, decisions
-            decisions = json.loads(await cluster.command("explain", "--json"))
-        last = decisions[-1]
-        assert last["harm_weight"] > START_WEIGHT
-        assert last["itl_slo_ms"] == 1.0
+            decisions = json.loads(await cluster.command("explain", "--json")) or decisions
+        assert decisions[-1]["itl_slo_ms"] == 1.0
 
         set_target(0.0)
         while await weight_after_an_answer() is not None:

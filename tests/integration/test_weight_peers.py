@@ -28,8 +28,9 @@ def test_a_second_deployment_reads_the_weights_of_the_first(
     first = start_one()
     until(lambda: any(b"/weights/" in file.read_bytes() for file in folder.glob("*/?*")))
     text = first.post("/v1/chat/completions", CHAT)[1]["choices"][0]["message"]["content"]
-    second = start_one()
-    assert "weights are read from a peer" in second.log.read_text()
+    second = start_one()  # its frontend serves as soon as it sees the first one's worker
+    until(lambda: "weights are read from a peer" in second.log.read_text())
+    until(lambda: second.log.read_text().count("worker serves"))
     first.stop()
     answer = second.post("/v1/chat/completions", CHAT)[1]["choices"][0]["message"]["content"]
     assert answer == text
