@@ -63,7 +63,7 @@ COMMANDS = {
         "dynamo.cli.report", "write an archive on a deployment's state, to find a fault"
     ),
     "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
-    "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
+    "router": Command("dynamo.cli.router", "show how a deployment routes: page and report"),
     "store": Command(
         "dynamo.cli.store.command:STORE", "list, fetch, check and delete models on this machine"
     ),

@@ -67,9 +67,12 @@ def _save(folder: Path, args: argparse.Namespace, words: Mapping[str, SourcedVal
             f"a snapshot of {what} cannot be saved",
             hint=f"name one model, and out={' or out='.join(ENGINES)}",
         )
-    with ProgressBar(sys.stderr) as progress:
-        resolve_model_blocking(settings.model.path, progress, with_weights=kind == "native")
-    save_snapshot(folder, settings, args.driver)
+
+    def fetch() -> None:
+        with ProgressBar(sys.stderr) as progress:
+            resolve_model_blocking(settings.model.path, progress, with_weights=kind == "native")
+
+    save_snapshot(folder, settings, args.driver, fetch)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     print(f"{folder} has a snapshot of {size:.0f} MB: dynamo snapshot load {folder}")
     return 0

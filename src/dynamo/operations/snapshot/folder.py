@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -60,9 +60,12 @@ class PreloadAnswer(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-def save_snapshot(folder: Path, settings: Settings, driver: str) -> SnapshotManifest:
-    """Start a process, let it load the model of `settings`, and save it to a new folder. Raises
-    `ConfigError`, and `ModelUnavailable` with the reason of the driver or of the process."""
+def save_snapshot(
+    folder: Path, settings: Settings, driver: str, fetch: Callable[[], object] = lambda: None
+) -> SnapshotManifest:
+    """Start a process, let it load the model of `settings`, and save it to a new folder. `fetch`
+    gets the model, once nothing else is missing. Raises `ConfigError`, and `ModelUnavailable` with
+    the reason of the driver or of the process."""
     saver: SnapshotDriver = SNAPSHOT_DRIVERS.load(driver)()
     saver.check()
     folder = folder.absolute()
@@ -70,6 +73,7 @@ def save_snapshot(folder: Path, settings: Settings, driver: str) -> SnapshotMani
         raise ConfigError(f"{folder} is no folder", hint="name another place")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty", hint="name another folder, or delete it")
+    fetch()
     make_private(folder.parent)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
