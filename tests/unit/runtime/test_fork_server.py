@@ -62,14 +62,14 @@ class Forks:
         self.server = ForkServer((sys.executable, "-c", SERVER))
         self._streams = ExitStack()
 
-    async def fork(self, engine: str = "native") -> Forked:
+    async def fork(self, engine: str = "native", variable: str = "yes") -> Forked:
         own, theirs = socket.socketpair()
         reader, writer = os.pipe()
         output = self._streams.enter_context(os.fdopen(reader, "rb"))
         self._streams.enter_context(own)
         with theirs, os.fdopen(writer, "wb", 0):
             fds = (theirs.fileno(), writer, theirs.fileno())
-            process = await self.server.fork(engine, {**os.environ, "FORKED": "yes"}, fds)
+            process = await self.server.fork(engine, {**os.environ, "FORKED": variable}, fds)
         return Forked(process, own, output)
 
     def close(self) -> None:
@@ -105,6 +105,13 @@ async def test_forked_processes_are_children_with_own_streams(forks: Forks) -> N
     assert workers[1]["engines"] == ["native", "native"]
     assert len(workers[0]["descriptors"]) == len(workers[1]["descriptors"])
     assert workers[0]["chance"] != workers[1]["chance"]
+
+
+async def test_variables_can_be_larger_than_a_message(forks: Forks) -> None:
+    variable = "x" * (1 << 20)
+    facts = await (await forks.fork(variable=variable)).end(0)
+    assert facts["variable"] == variable
+    assert (await (await forks.fork()).end(0))["variable"] == "yes"
 
 
 async def test_its_death_ends_no_worker_and_the_next_order_starts_another(forks: Forks) -> None:

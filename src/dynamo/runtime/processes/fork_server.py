@@ -150,7 +150,9 @@ class ForkServer:
                 alone = self._is_restored  # its own variables are those of another time
                 variables = dict(environ) if alone else different
                 order = msgspec.json.encode(ForkOrder(engine, variables, alone))
-                socket.send_fds(self._socket, [order], fds)
+                with os.fdopen(os.memfd_create("dynamo-order"), "wb", buffering=0) as file:
+                    file.write(order)  # variables can be more than a message may have
+                    socket.send_fds(self._socket, [b"o"], [*fds, file.fileno()])
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     answer = await asyncio.get_running_loop().sock_recv(
                         self._socket, MAX_MESSAGE_BYTES
@@ -197,7 +199,9 @@ def become_worker(prepare: Callable[[str], None], orders: socket.socket | None =
         data, fds, _, _ = socket.recv_fds(orders, MAX_MESSAGE_BYTES, 8, socket.MSG_CMSG_CLOEXEC)
         if not data:
             sys.exit(0)
-        order = msgspec.json.decode(data, type=ForkOrder)
+        with os.fdopen(fds.pop(), "rb") as file:
+            file.seek(0)
+            order = msgspec.json.decode(file.read(), type=ForkOrder)
         prepare(order.engine)
         gc.freeze()  # a collection in a worker would copy the pages of these objects
         pid = _fork_twice()
