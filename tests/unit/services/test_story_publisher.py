@@ -15,7 +15,7 @@ from dynamo.communication.events import Event
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.stages import STAGES
 from dynamo.services.observing import publisher as publishing
-from dynamo.services.observing.publisher import StoryPublisher
+from dynamo.services.observing.publisher import PACKED_AT_ONCE, StoryPublisher
 from dynamo.telemetry.openmetrics import to_openmetrics
 from dynamo.telemetry.story import (
     Candidate,
@@ -150,3 +150,14 @@ async def test_long_ids_of_clients_are_no_examples(
     ]
     assert examples
     assert all(each == labels for each in examples)
+
+
+async def test_a_story_that_cannot_be_packed_is_left_out(
+    open_runtime: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, next_batch = await open_publisher(open_runtime)
+    publisher.add(wrap(make_story(client_id="\ud800")))
+    for _ in range(2 * PACKED_AT_ONCE):
+        publisher.add(wrap(make_story()))
+    assert len((await next_batch()).stories) == 2 * PACKED_AT_ONCE
+    assert "a story is left out" in caplog.text

@@ -123,8 +123,14 @@ class StoryPublisher:
                     _fill_costs(attempt, keep=True)
                 else:
                     attempt.costs = ()
+            size_bytes = len(packed)
+            try:
+                encode_story_into(story, packed, -1)
+            except Exception:
+                del packed[size_bytes:]
+                log.exception("a story is left out")
+                continue
             self._stories += 1
-            encode_story_into(story, packed, -1)
         self._pending.clear()
 
     def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
