@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.services.test_plan import Front, plan_of, shape
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -78,6 +79,8 @@ def test_a_prometheus_runs_where_it_is_wanted_and_installed(
     assert not caplog.text
     assert deployment_specs(wanted)[-1].role == "prometheus"
     assert "prometheus" not in {spec.role for spec in deployment_specs(Settings())}
+    plan = plan_of(Front, monitoring__prometheus__enabled=True)
+    assert shape(plan)[-1] == ("prometheus", "Prometheus", 1)
 
 
 def test_an_unknown_role_names_the_nearest() -> None:

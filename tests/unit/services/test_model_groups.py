@@ -312,7 +312,10 @@ PROCESSES = {
 }
 
 
-def test_the_processes_of_the_files_for_one_model_keep_their_names() -> None:
+def test_the_processes_of_the_files_for_one_model_keep_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")  # a Prometheus that is installed would run beside them
     names = {
         file.stem: [spec.name for spec in deployment_specs(load({}, file.read_text()).settings)]
         for file in CONFIGS.glob("*.yaml")

@@ -73,8 +73,6 @@ CUSTOM_METRIC_SOURCES = {
 }
 """The kind of metric of each value that custom metrics can show."""
 _KINDS = ("counter", "gauge", "histogram")
-SOURCE_BY_NAME = {"request_latency_p99": "request_duration"}
-"""The sources of names that are not those of their sources."""
 
 
 class CustomMetricSettings(SettingsSection, frozen=True):
@@ -92,7 +90,8 @@ class CustomMetricSettings(SettingsSection, frozen=True):
     @property
     def shows(self) -> str:
         """The source."""
-        return self.source or SOURCE_BY_NAME.get(self.name, self.name)
+        default = "request_duration" if self.name == "request_latency_p99" else self.name
+        return self.source or default
 
 
 class MonitoringSettings(SettingsSection, frozen=True):

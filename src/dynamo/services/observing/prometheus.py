@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import shutil
 from asyncio.subprocess import DEVNULL
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any, Literal
+from itertools import count
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,7 +53,7 @@ def warn_if_missing(settings: PrometheusSettings) -> None:
 
 class PrometheusService:
     """Runs Prometheus, whose lines are those of this process, and ends with it. The files are in
-    the folder `prometheus` of the deployment's state folder, which one process at a time locks."""
+    the folder `prometheus` of the deployment's state folder."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Start Prometheus, without waiting until it has read its data."""
@@ -68,13 +68,12 @@ class PrometheusService:
         runtime = self._runtime
         try:
             self._write_configuration()
-            with (self._folder / "lock").open("wb") as lock:
-                await self._wait_for_place(lock)
-                self._process = await asyncio.create_subprocess_exec(
-                    *dying_with_parent(self._command()), stdin=DEVNULL, cwd=self._folder
-                )
-                runtime.tasks.start(self._follow_targets(), "scrape targets")
-                failure = f"it ended: {describe_exit(await self._process.wait())}"
+            await self._wait_for_port()
+            self._process = await asyncio.create_subprocess_exec(
+                *dying_with_parent(self._command()), stdin=DEVNULL, cwd=self._folder
+            )
+            runtime.tasks.start(self._follow_targets(), "scrape targets")
+            failure = f"it ended: {describe_exit(await self._process.wait())}"
         except (OSError, DynamoError) as error:
             failure = str(error)
         await runtime.clock.sleep(RETRY_S)  # the deployment has become ready
@@ -103,24 +102,19 @@ class PrometheusService:
     def _write(self, name: str, content: Any) -> None:
         write_atomically(self._folder / name, msgspec.json.encode(content))
 
-    async def _wait_for_place(self, lock: IO[bytes]) -> None:
-        """Lock this file, which a process that this one replaces has until its end, and wait until
-        the port is free, whose owner is reported once."""
-        clock, is_reported = self._runtime.clock, False
-        while True:
+    async def _wait_for_port(self) -> None:
+        """Wait until the port is free. A process that this one replaces has it until it has written
+        its data, for less than one retry; another owner is reported."""
+        for attempt in count():
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                await clock.offload(check_port_free, HOST, self._settings.port)
+                await self._runtime.clock.offload(check_port_free, HOST, self._settings.port)
                 return
-            except BlockingIOError:
-                pass
             except DynamoError as error:
-                if not is_reported:
+                if attempt == 1:
                     fields = {"error": error.message, "hint": "set monitoring.prometheus.port"}
                     text = "Prometheus waits until its port is free"
                     log.warning(text, extra={"fields": fields})
-                is_reported = True
-            await clock.sleep(RETRY_S)
+            await self._runtime.clock.sleep(RETRY_S)
 
     async def _follow_targets(self) -> None:
         """Write the status ports of all processes to a file, which Prometheus reads. Unlike the
