@@ -41,7 +41,8 @@ class FetchCounts:
 
 
 def _by_source(counts: Mapping[str, float]) -> Mapping[tuple[str, ...], float]:
-    return {(source,): float(count) for source, count in counts.items()}
+    # copied at once: threads add sources meanwhile
+    return {(source,): float(count) for source, count in dict(counts).items()}
 
 
 FETCHED = FetchCounts()
