@@ -156,11 +156,15 @@ def test_custom_metrics_are_those_of_all_frontends(tiny_model: Path, tmp_path: P
     with Cluster(tiny_model, tmp_path, workers=1, frontends=2, environ=environ) as cluster:
         for _ in range(8):
             ask(cluster.port)
-        lines = fetch(f"http://127.0.0.1:{cluster.port}/metrics")[1].splitlines()
-        assert 'request_latency_p99_count{model="tiny"} 8' in lines
-        assert 'request_latency_p99_bucket{model="tiny",le="60.0"} 8' in lines
-        assert 'first_texts_bucket{model="tiny",le="+Inf"} 8' in lines
-        assert [line for line in lines if line.startswith('cache_hit_ratio{model="tiny"} 0.')]
+
+        def lines() -> list[str]:
+            return fetch(f"http://127.0.0.1:{cluster.port}/metrics")[1].splitlines()
+
+        # An answer is counted after its client has read it.
+        until(lambda: 'request_latency_p99_count{model="tiny"} 8' in lines(), timeout_s=20)
+        assert 'request_latency_p99_bucket{model="tiny",le="60.0"} 8' in lines()
+        assert 'first_texts_bucket{model="tiny",le="+Inf"} 8' in lines()
+        assert [line for line in lines() if line.startswith('cache_hit_ratio{model="tiny"} 0.')]
         (supervisor,) = cluster.processes("supervisor")
         text = fetch(f"{supervisor.status_url}/metrics")[1]
         assert "# TYPE gpu_utilization gauge" in text
