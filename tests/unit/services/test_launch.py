@@ -12,6 +12,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_monitoring import MonitoringSettings, PrometheusSettings
 from dynamo.services.deployment.launch import create_service, deployment_specs
+from dynamo.services.deployment.temporary import temporary_settings
 from dynamo.services.observing.prometheus import warn_if_missing
 from dynamo.services.router import replica_index
 
@@ -79,6 +80,8 @@ def test_a_prometheus_runs_where_it_is_wanted_and_installed(
     assert not caplog.text
     assert deployment_specs(wanted)[-1].role == "prometheus"
     assert "prometheus" not in {spec.role for spec in deployment_specs(Settings())}
+    temporary = temporary_settings(wanted, "bench")
+    assert "prometheus" not in {spec.role for spec in deployment_specs(temporary)}
     plan = plan_of(Front, monitoring__prometheus__enabled=True)
     assert shape(plan)[-1] == ("prometheus", "Prometheus", 1)
 

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_monitoring import PrometheusSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.processes.ports import reserve_port
@@ -25,8 +26,8 @@ QUIET_LOG_LEVEL = "warn"
 
 
 def temporary_settings(settings: Settings, prefix: str) -> Settings:
-    """Return the settings with a unique deployment name, without a record of requests that would
-    outlive the job, and by default with quiet logs."""
+    """Return the settings with a unique deployment name, without a record of requests and data of a
+    Prometheus that would outlive the job, and by default with quiet logs."""
     name = settings.runtime.deployment or f"{prefix}-{os.getpid()}"
     level = settings.logging.level
     logging = replace(
@@ -34,7 +35,8 @@ def temporary_settings(settings: Settings, prefix: str) -> Settings:
     )
     runtime = replace(settings.runtime, deployment=name)
     record = replace(settings.record, enabled=False)
-    return replace(settings, runtime=runtime, logging=logging, record=record)
+    monitoring = replace(settings.monitoring, prometheus=PrometheusSettings())
+    return replace(settings, runtime=runtime, logging=logging, record=record, monitoring=monitoring)
 
 
 def run_with_temporary_deployment(
