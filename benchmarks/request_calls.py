@@ -289,12 +289,12 @@ async def measure(frontend: Frontend, publish: Callable[[], None]) -> float:
 async def compare_stories(
     frontend: Frontend, publish: Callable[[], None], tell: Callable[[str], None]
 ) -> None:
-    """Print the CPU with each kind of stories, measured in turn, and its ratio to none."""
+    """Print the CPU with each kind of stories, in random order, and its ratio to none."""
     times: dict[str, list[float]] = {name: [] for name in RATIOS}
     for _ in range(ROUNDS):
-        for name, each in times.items():
+        for name in frontend.rng.sample(list(times), len(times)):
             tell(name)
-            each.append(await measure_round(frontend, publish))
+            times[name].append(await measure_round(frontend, publish))
     for name, each in times.items():
         ratio = median(ours / none for ours, none in zip(each, times["none"], strict=True))
         print(f"stories {name}: {min(each):.1f} us, ratio {ratio:.3f}")
