@@ -71,8 +71,7 @@ def test_ctrl_c_shows_the_results_so_far(mock_deployment: Deployment) -> None:
     served = re.compile(r'requests_total\{model="tiny".*status="200"\} (\d+)')
 
     def count() -> int:
-        match = served.search(mock_deployment.get("/metrics")[1])
-        return int(match[1]) if match else 0
+        return sum(map(int, served.findall(mock_deployment.get("/metrics")[1])))
 
     before = count()
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=mock_deployment.environ) as bench:
