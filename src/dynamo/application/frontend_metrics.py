@@ -166,7 +166,7 @@ class FrontendMetrics:
     def begin_model(self, name: str, paths: Iterable[str]) -> None:
         """Begin the series of a model at 0, which answers requests to these routes."""
         self.for_model(name)
-        for path in paths:
+        for path in sorted(paths):
             for status in KNOWN_STATUSES if path[-1] != "/" else ():
                 self.requests.labels(name, path, status)
 
