@@ -86,6 +86,8 @@ async def test_faults_are_alerts_and_a_report_tells_of_them(cluster: Cluster) ->
     os.kill(named(cluster, "worker-1").pid, signal.SIGKILL)
     await cluster.wait_for(lambda: ("WorkerLost", "worker-1") in active(cluster))
     await cluster.wait_for(cluster.all_ready)
+    while "deadline_exceeded" not in await cluster.command("why", "--json", "--api-key", KEY):
+        pass  # a frontend that stands still publishes no stories
     (frontend,) = cluster.processes("frontend")
     os.kill(frontend.pid, signal.SIGSTOP)
     os.kill(named(cluster, "worker-2").pid, signal.SIGSTOP)
@@ -111,4 +113,5 @@ async def test_faults_are_alerts_and_a_report_tells_of_them(cluster: Cluster) ->
     assert "State:\tT" in files["kernel/frontend.txt"]
     planted = (KEY, PROMPT, SECRET, PASSWORD)
     assert not [name for name, text in files.items() for word in planted if word in text]
-    assert "stories.json" in files
+    groups = json.loads(files["stories.json"])
+    assert "deadline_exceeded" in {group["worst"]["end"] for group in groups}, files["missing.txt"]
