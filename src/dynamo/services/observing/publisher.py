@@ -45,9 +45,6 @@ MAX_TABLES = 32
 PACKED_AT_ONCE = 32
 """So many stories are packed in a loop: one by one their code, and later their objects, would have
 left the CPU's caches."""
-_get_sampling = attrgetter(
-    *("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-)
 LATE_US = 5_000_000
 """A request that took longer is not left out."""
 EXEMPLAR_CHARACTERS = 128
@@ -258,6 +255,11 @@ def _set_exemplars(metrics: ModelMetrics, story: EndedStory) -> None:
 def _fill_costs(attempt: AttemptFacts, *, keep: bool) -> None:
     """Replace the function that builds the cost table by the table."""
     attempt.costs = tuple(attempt.costs()) if keep and callable(attempt.costs) else ()
+
+
+_get_sampling = attrgetter(
+    *("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+)
 
 
 def _list_options(options: TextOptions, streaming: bool) -> tuple[Any, ...]:
