@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.http_threads import serving
 
 BUCKET = "models"
 MODIFIED = "Mon, 02 Nov 2026 10:00:00 GMT"
@@ -110,11 +111,5 @@ def _tag(data: bytes) -> str:
 @contextmanager
 def running_buckets(objects: dict[str, bytes]) -> Iterator[FakeBuckets]:
     """Serve until the block ends."""
-    with FakeBuckets(objects) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(FakeBuckets(objects)) as server:
+        yield server

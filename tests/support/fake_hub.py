@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.http_threads import serving
+
 COMMIT = "c" * 40
 CHUNK_BYTES = 1 << 16
 
@@ -142,11 +144,5 @@ def describe(file: str, data: bytes) -> dict[str, Any]:
 @contextmanager
 def running_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
     """Serve until the block ends."""
-    with FakeHub(repositories) as hub:
-        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
+    with serving(FakeHub(repositories)) as hub:
+        yield hub

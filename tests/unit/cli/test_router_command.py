@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from tests.support.http_threads import serving
 
 from dynamo.cli import main
 from dynamo.cli.router import format_report, run
@@ -39,11 +39,7 @@ def serve_handler() -> Iterator[ServeHandler]:
     with ExitStack() as stack:
 
         def start(handler: type[BaseHTTPRequestHandler]) -> str:
-            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), handler))
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
+            server = stack.enter_context(serving(HTTPServer(("127.0.0.1", 0), handler)))
             return f"http://127.0.0.1:{server.server_port}"
 
         yield start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.http_threads import serving
 from tests.unit.observer.stories import make_attempt, make_story
 
 from dynamo.cli.observer.why import format_groups, format_story, run
@@ -113,18 +113,11 @@ def served() -> Iterator[tuple[str, list[str]]]:
     paths: list[str] = []
     observer = make_observer()
     own = type("Own", (ObserverHandler,), {"observer": observer, "paths": paths})
-    servers = [HTTPServer(("127.0.0.1", 0), own)]
-    url = f"http://127.0.0.1:{servers[0].server_port}"
-    front = type("Front", (ObserverHandler,), {"redirect": url, "paths": []})
-    servers.append(HTTPServer(("127.0.0.1", 0), front))
-    threads = [threading.Thread(target=each.serve_forever, args=(0.01,)) for each in servers]
-    for thread in threads:
-        thread.start()
-    yield f"http://127.0.0.1:{servers[1].server_port}", paths
-    for server, thread in zip(servers, threads, strict=True):
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(HTTPServer(("127.0.0.1", 0), own)) as behind:
+        url = f"http://127.0.0.1:{behind.server_port}"
+        front = type("Front", (ObserverHandler,), {"redirect": url, "paths": []})
+        with serving(HTTPServer(("127.0.0.1", 0), front)) as server:
+            yield f"http://127.0.0.1:{server.server_port}", paths
 
 
 def test_a_frontend_names_its_observer(
