@@ -105,6 +105,27 @@ def use_the_playground(browser: Chromium) -> None:
     assert "worker-" in turn
 
 
+async def restart_the_observer(cluster: Cluster, browser: Chromium) -> None:
+    """An open page says that the observer is away, and goes on with the next one."""
+    await asyncio.to_thread(browser.run, "location.hash = 'overview'; said = []")
+    await asyncio.to_thread(
+        browser.run,
+        "new MutationObserver(() => said.push(document.getElementById('health').innerText))"
+        ".observe(document.getElementById('health'), {characterData: true, subtree: true})",
+    )
+    code, shown = await cluster.try_command("restart", "observer")
+    assert code == 0, shown
+    await asyncio.to_thread(
+        browser.wait_for,
+        "said.some(text => text.endsWith('connecting again'))"
+        " && document.getElementById('health').innerText.startsWith('all processes ready')",
+    )
+    await asyncio.to_thread(chat, cluster, "after-the-restart")
+    await asyncio.to_thread(
+        browser.wait_for, "document.querySelector('main').innerText.includes('after-the-restart')"
+    )
+
+
 async def test_a_person_finds_a_slow_request(
     tiny_model: Path, tmp_path: Path, browser: Chromium
 ) -> None:
@@ -112,6 +133,7 @@ async def test_a_person_finds_a_slow_request(
     with Cluster(tiny_model, tmp_path, workers=2, flags=flags, name=HOSTILE) as cluster:
         await asyncio.to_thread(chat, cluster, "the-slow-one")
         await asyncio.to_thread(look, cluster, browser)
+        await restart_the_observer(cluster, browser)
 
 
 def use_a_key(cluster: Cluster, browser: Chromium) -> None:

@@ -55,6 +55,26 @@ async def test_requests_notice_nothing_of_a_frozen_or_killed_observer(
             await asyncio.sleep(0.2)
 
 
+async def test_an_observer_that_is_replaced_keeps_its_port(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = ("--observer", "--observer.port", str(free_port()))
+    with Cluster(tiny_model, tmp_path, workers=1, flags=flags) as cluster:
+        (before,) = cluster.ready("observer")
+        assert before.address.endswith(flags[-1])
+        code, shown = await cluster.try_command("restart", "observer")
+        assert code == 0, shown
+        (after,) = cluster.ready("observer")
+        assert (after.pid != before.pid, after.address) == (True, before.address)
+        assert await requests_in_the_hour(cluster) == 0
+        os.kill(after.pid, signal.SIGKILL)
+        await cluster.wait_for(
+            lambda: [each.pid for each in cluster.ready("observer")] not in ([], [after.pid])
+        )
+        assert cluster.ready("observer")[0].address == before.address
+        assert await requests_in_the_hour(cluster) == 0
+
+
 async def test_requests_notice_nothing_of_twenty_scrapers(tiny_model: Path, tmp_path: Path) -> None:
     with Cluster(tiny_model, tmp_path, workers=2, flags=("--observer",)) as cluster:
         texts = await cluster.texts(range(4), TOKENS)

@@ -59,13 +59,14 @@ class DistributedRuntime:
     cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
     component that listens there sets it, as a worker sets `engine`. `supervisor` names the
     supervisor and this kind of process, or is empty; the supervisor reserves the HTTP port, which
-    is then shared with SO_REUSEPORT. `on_serving` starts the supervisor's checks of the event loop;
-    a component may call it before the process is ready. `shared_memory` is what processes of a
-    supervisor share. `stand_by` is set in a standby process; a component calls it before it serves,
-    and it returns when the process is to serve. `on_leaving(drain_s)` runs before the
-    shutdown of a process whose clients can go to others. `ready` says why no requests should come;
-    None: as the health says. `publish_state` tells the state of the
-    process to `dynamo ps`, to discovery and to the supervisor. `shutdown` closes the `clients`."""
+    is then shared with SO_REUSEPORT. `task` is that of the process's `ChildSpec`. `on_serving`
+    starts the supervisor's checks of the event loop; a component may call it before the process is
+    ready. `shared_memory` is what processes of a supervisor share. `stand_by` is set in a standby
+    process; a component calls it before it serves, and it returns when the process is to serve.
+    `on_leaving(drain_s)` runs before the shutdown of a process whose clients can go to others.
+    `ready` says why no requests should come; None: as the health says. `publish_state` tells the
+    state of the process to `dynamo ps`, to discovery and to the supervisor. `shutdown` closes the
+    `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -110,6 +111,7 @@ class DistributedRuntime:
         self.failure: DynamoError | None = None
         self.public_address = self.engine = self.model = ""
         self.supervisor = ""
+        self.task: Mapping[str, Any] = {}
         self.shared_memory: SharedMemoryClient | None = None
         self.on_serving: Callable[[], None] = lambda: None
         self.on_leaving: ShutdownHook | None = None

@@ -8,10 +8,16 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.services.test_plan import Front, plan_of, shape
 
+from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_monitoring import MonitoringSettings, PrometheusSettings
-from dynamo.services.deployment.launch import create_service, deployment_specs
+from dynamo.services.deployment.launch import (
+    create_service,
+    deployment_specs,
+    reserve_observer_port,
+    with_observer_port,
+)
 from dynamo.services.deployment.temporary import temporary_settings
 from dynamo.services.observing.prometheus import warn_if_missing
 from dynamo.services.router import replica_index
@@ -61,6 +67,23 @@ def test_a_deployment_may_have_no_observer() -> None:
     settings = Settings()
     settings = replace(settings, observer=replace(settings.observer, enabled=False))
     assert [spec.name for spec in deployment_specs(settings)] == ["frontend", "worker"]
+
+
+def test_the_observer_has_a_port_of_its_own() -> None:
+    settings = Settings()
+    settings = replace(settings, runtime=replace(settings.runtime, deployment="a-name"))
+    with reserve_observer_port(settings) as usual:
+        port = usual.getsockname()[1]
+        with reserve_observer_port(settings) as other:
+            assert other.getsockname()[1] != port
+        wanted = replace(settings, observer=replace(settings.observer, port=port))
+        with pytest.raises(PortInUse) as caught:
+            reserve_observer_port(wanted)
+        assert "--observer.port" in caught.value.hint
+    with reserve_observer_port(settings) as again:
+        assert again.getsockname()[1] == port
+    specs = with_observer_port(deployment_specs(settings), port)
+    assert [spec.task for spec in specs] == [{}, {}, {"port": port}]
 
 
 def test_a_prometheus_runs_where_it_is_wanted_and_installed(

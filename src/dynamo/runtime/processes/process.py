@@ -198,6 +198,7 @@ class ProcessRunner:
         runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             start = self._parent.start_message
+            runtime.task = start.task
             self._take_place(start.name)
             if start.standby:
                 runtime.stand_by = self._stand_by

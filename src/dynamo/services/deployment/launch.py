@@ -6,16 +6,19 @@ import asyncio
 import logging
 import os
 import resource
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import msgspec
 from msgspec.structs import replace
 
 from dynamo.communication.addresses import is_loopback
+from dynamo.communication.http import PortInUse
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError, nearest_name_hint
 from dynamo.core.settings import Settings
@@ -80,6 +83,9 @@ BASE_OPEN_FILES = 96
 OPEN_FILES_PER_PROCESS = 4
 """Files and sockets that each process adds to the frontend and to the supervisor."""
 DEFAULT_OPEN_FILES = 4096
+
+USUAL_OBSERVER_PORTS = range(20_000, 32_000)
+"""Below the ports that Linux gives to clients."""
 
 MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
 """Returns the processes for settings with the port and the deployment's name filled in."""
@@ -188,14 +194,17 @@ def serve(
     `ConfigError`, the error of `prepare`, and the error that keeps a process from starting.
     """
     host, port, url = settings.server.http_host, settings.server.http_port, ""
-    with reserve_port(host, port) if http else nullcontext() as reserved:
-        if reserved is not None:
-            port = reserved.getsockname()[1]
+    with ExitStack() as reserved:
+        if http:
+            port = reserved.enter_context(reserve_port(host, port)).getsockname()[1]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             _warn_of_settings(settings)
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         processes = assign_cards(with_standbys((specs or deployment_specs)(settings)))
+        if any(spec.role == "observer" for spec in processes):
+            observer = reserved.enter_context(reserve_observer_port(settings))
+            processes = with_observer_port(processes, observer.getsockname()[1])
         settings, processes = share_memory(settings, processes)
         check_open_files(sum(not spec.on_demand for spec in processes))
         check_standby_memory(processes)
@@ -218,6 +227,30 @@ def serve(
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()  # so that the reason is the last line of the output
     return code
+
+
+def reserve_observer_port(settings: Settings) -> socket.socket:
+    """Reserve the port of the observer and of those that replace it, so that open pages and
+    bookmarks stay valid. Port 0 is one by the deployment's name, or any if that is in use. Raises
+    `PortInUse`, `ConfigError`."""
+    host, port = settings.observer.host, settings.observer.port
+    name = f"{os.getuid()} {deployment_of(settings).id}"
+    usual = USUAL_OBSERVER_PORTS[crc32(name.encode()) % len(USUAL_OBSERVER_PORTS)]
+    try:
+        return reserve_port(host, port or usual)
+    except PortInUse as error:
+        if not port:
+            return reserve_port(host, 0)
+        error.hint = error.hint.replace("--http-port", "--observer.port")
+        raise
+
+
+def with_observer_port(processes: Sequence[ChildSpec], port: int) -> list[ChildSpec]:
+    """Return the processes with the reserved port as task of the observer."""
+    return [
+        replace(spec, task={"port": port}) if spec.role == "observer" else spec
+        for spec in processes
+    ]
 
 
 def _warn_of_settings(settings: Settings) -> None:
@@ -269,10 +302,13 @@ def make_reload(
     source: SettingsSource, port: int, deployment: str, started: Sequence[ChildSpec] = ()
 ) -> SettingsReloader:
     """Return the reloader of a deployment's settings. `started`: the processes of its start."""
+    observer_ports = [spec.task["port"] for spec in started if spec.role == "observer"]
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
         processes = with_standbys(specs(with_port_and_deployment(settings, port, deployment)))
+        for observer_port in observer_ports:
+            processes = with_observer_port(processes, observer_port)
         return share_memory(settings, keep_cards(processes, started))[1]
 
     return SettingsReloader(read, source.files)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from zlib import crc32
 
 from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, DeploymentStream
 from dynamo.application.observer import ObserverHandler
@@ -19,7 +18,6 @@ from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.observer.slo_books import SloBooks
 from dynamo.operations.observer.stories import KeptStory
 from dynamo.operations.observer.timeline import SAMPLE_INTERVAL_S
-from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.services.model_pipeline import WORKER_COMPONENT
@@ -32,13 +30,6 @@ from dynamo.telemetry.story import STORIES_SUBJECT, decode_batch
 log = logging.getLogger(__name__)
 
 BOOKS_INTERVAL_S = 5.0
-USUAL_PORTS = range(20_000, 32_000)
-"""Below the ports that Linux gives to clients."""
-
-
-def usual_port(deployment: str) -> int:
-    """Return the port of a deployment of this user, so that open pages find its next observer."""
-    return USUAL_PORTS[crc32(f"{os.getuid()} {deployment}".encode()) % len(USUAL_PORTS)]
 
 
 class ObserverService:
@@ -68,15 +59,17 @@ class ObserverService:
             **RoutingHandler(observer).routes(),
             **console.routes(),
         }
+        reserved = runtime.task.get("port", 0)
+        is_shared = reserved and settings.port in (0, reserved)
         await serve_pages(
             runtime,
             settings.host,
-            settings.port,
+            reserved if is_shared else settings.port,
             routes,
             self._health_facts,
             page_path=CONSOLE_PATH,
-            usual_port=usual_port(deployment_of(runtime.settings).id),
             open_pages=console.pages(),
+            reuse_port=bool(is_shared),
         )
         log.info("observer listens", extra={"fields": {"url": runtime.public_address}})
         runtime.add_shutdown_hook(lambda _: console.stream.close())

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.application.app import RouterApplication
 from dynamo.application.routes import Route
 from dynamo.communication.addresses import bracket_ipv6
-from dynamo.communication.http import HttpLimits, HttpServer, PortInUse
+from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.errors import NotFound
 from dynamo.runtime.distributed import DistributedRuntime
 
@@ -25,12 +25,12 @@ async def serve_pages(
     facts: Callable[[], Mapping[str, Any]],
     *,
     page_path: str,
-    usual_port: int = 0,
     open_pages: Mapping[str, Mapping[str, Route]] = MappingProxyType({}),
+    reuse_port: bool = False,
 ) -> None:
     """Answer requests without bodies until the runtime shuts down. Its `public_address` becomes the
     URL. `facts` are shown in `/health`. Browsers get from / to `page_path`; `open_pages` need no
-    key. Port 0 is `usual_port`, or any if that is in use. Raises `PortInUse`, `ConfigError`."""
+    key. `reuse_port`: see `HttpServer.start`. Raises `PortInUse`, `ConfigError`."""
     server = runtime.settings.server
     application = RouterApplication(
         server,
@@ -50,12 +50,7 @@ async def serve_pages(
         on_error=application.on_error,
         check_headers=application.check_headers,
     )
-    try:
-        port = await http.start(host, port or usual_port)
-    except PortInUse:
-        if port:
-            raise
-        port = await http.start(host, 0)
+    port = await http.start(host, port, reuse_port=reuse_port)
     runtime.add_shutdown_hook(http.stop)
     runtime.public_address = f"http://{bracket_ipv6(host)}:{port}"
 

@@ -68,12 +68,14 @@ export function follow(onState, fail) {
       }
       throw new Error("the observer has ended");
     } catch (error) {
-      if (own !== controller || document.hidden) return;
+      if (own !== controller || document.hidden) return undefined;
       clearTimeout(watch);
-      fail(own.signal.aborted ? new Error("the observer does not answer") : error);
-      if (error instanceof Unauthorized) return;
+      if (error instanceof Unauthorized) return fail(error);
+      const reason = own.signal.aborted ? "the observer does not answer" : error.message;
+      fail(new Error(`${reason}; connecting again`));
       retry = setTimeout(run, Math.min(MAX_RETRY_MS, RETRY_MS * 2 ** failures++));
     }
+    return undefined;
   }
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) return run();
