@@ -14,6 +14,10 @@ import pytest
 from tests.conftest import until
 from tests.faults.cluster import Cluster
 
+from dynamo.application.frontend_metrics import KNOWN_STATUSES
+from dynamo.inference.worker_metrics import FAILURES
+from dynamo.operations.observer.stages import STAGES
+
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)\Z")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -165,6 +169,44 @@ def test_a_query_without_data_is_noticed(samples: list[Sample]) -> None:
         "sum(dynamo_worker_blocks) / sum(rate(dynamo_worker_preemptions_total[1m]))",
     ):
         assert list(missing_data(query, samples)), query
+
+
+ALL_ROLES = {"frontend", "router", "observer", "supervisor", "prefill_worker", "decode_worker"}
+WORKERS = {"prefill_worker", "decode_worker"}
+LABEL_VALUES: list[tuple[str, set[str], str, set[str]]] = [
+    *((name, ALL_ROLES, "", set()) for name in ("process_max_fds", "process_threads")),
+    ("python_gc_pause_seconds_count", ALL_ROLES - {"supervisor"}, "", set()),
+    ("dynamo_loop_stalls_total", ALL_ROLES - {"supervisor"}, "", set()),
+    ("dynamo_build_info", ALL_ROLES, "", set()),
+    ("dynamo_config_info", ALL_ROLES - {"supervisor"}, "", set()),
+    ("dynamo_worker_batch_requests_count", WORKERS, "", set()),
+    ("dynamo_worker_step_seconds_count", WORKERS, "", set()),
+    ("dynamo_request_longest_gap_seconds_count", {"frontend"}, "", set()),
+    ("dynamo_request_recomputed_tokens_total", {"frontend"}, "", set()),
+    ("dynamo_request_stage_seconds_count", {"frontend"}, "stage", set(STAGES)),
+    ("dynamo_slo_requests_total", {"frontend"}, "slo", {"availability", "ttft", "itl"}),
+    ("dynamo_slo_requests_total", {"frontend"}, "outcome", {"good", "bad"}),
+    ("dynamo_stories_dropped_total", {"frontend", "router"}, "why", {"too_many", "not_sent"}),
+    ("dynamo_alert_active", {"supervisor"}, "alert", {"WorkerLost", "VersionsDiffer"}),
+    ("dynamo_model_fetch_failures_total", {"supervisor"}, "source", {"hub", "index", "peer"}),
+    ("dynamo_admission_rejected_total", {"frontend"}, "reason", {"queue_full", "ttft", "late"}),
+    ("dynamo_frontend_requests_total", {"frontend"}, "status", set(KNOWN_STATUSES)),
+    ("dynamo_transfer_failures_total", WORKERS, "reason", set(FAILURES)),
+    ("dynamo_worker_prefill_fallbacks_total", {"decode_worker"}, "reason", set(FAILURES)),
+    ("dynamo_worker_tier_failures_total", WORKERS, "tier", {"host"}),
+    ("dynamo_migrations_total", {"frontend"}, "reason", {"worker_failed", "instance_gone"}),
+    ("dynamo_workers_ejected_total", {"frontend"}, "reason", {"failures", "stuck"}),
+]
+
+
+@pytest.mark.parametrize(("name", "roles", "label", "values"), LABEL_VALUES)
+def test_each_process_has_its_metrics_and_their_label_values_before_the_first_event(
+    samples: list[Sample], name: str, roles: set[str], label: str, values: set[str]
+) -> None:
+    for role in roles:
+        own = [each for each in samples if each.name == name and each.labels["role"] == role]
+        assert own, role
+        assert values <= {each.labels.get(label, "") for each in own}, role
 
 
 async def test_the_label_follows_a_role_that_changes(

@@ -1,8 +1,10 @@
-"""The lag of a process's event loop, as a metric, and the lines of code that hold it."""
+"""The lag of a process's event loop, and its pauses by Python's garbage collector, as metrics; and
+the lines of code that hold the loop."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -118,6 +120,33 @@ class LoopLagMonitor:
             fields = {"ms": round(late_s * 1e3), "at": line or _NO_CODE}
             level = logging.WARNING if line else logging.INFO
             log.log(level, "the event loop was held", extra={"fields": fields})
+
+
+class GcPauseMonitor:
+    """Measures Python's garbage collections, during which no Python code of the process runs."""
+
+    def __init__(self, metrics: Registry) -> None:
+        self._observe = metrics.histogram(
+            "python_gc_pause_seconds", "Time of garbage collections of Python", LAG_BUCKETS_S
+        ).observe
+        self._began_at = 0.0
+
+    def start(self) -> None:
+        """Measure the collections from now on."""
+        gc.callbacks.append(self._on_collection)
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        with suppress(ValueError):
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: object) -> None:
+        """Python calls this before and after each collection."""
+        del info
+        if phase == "start":
+            self._began_at = time.perf_counter()
+        elif self._began_at:
+            self._observe(time.perf_counter() - self._began_at)
 
 
 def describe_frame(frame: FrameType | None) -> str:

@@ -221,7 +221,7 @@ async def test_prediction_equals_the_cached_tokens(start: Start) -> None:
         expected = fake.publisher.count
         await wait_until(lambda: reader.counts["messages"] >= expected)  # noqa: B023
         await generate_reply(engine, replace(make_request(prompt, 3), salt=salt))
-    assert view.drift.counts == {"checked": 60}
+    assert +view.drift.counts == {"checked": 60}
 
 
 async def test_a_view_whose_event_came_during_the_reset_is_left_alone(

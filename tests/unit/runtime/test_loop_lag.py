@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -12,7 +13,13 @@ import time
 from collections import deque
 
 from dynamo.core.host.pids import catches
-from dynamo.runtime.loop_lag import SAMPLE_INTERVAL_S, STALL_S, LoopLagMonitor, describe_frame
+from dynamo.runtime.loop_lag import (
+    SAMPLE_INTERVAL_S,
+    STALL_S,
+    GcPauseMonitor,
+    LoopLagMonitor,
+    describe_frame,
+)
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"
@@ -36,6 +43,22 @@ async def test_a_blocked_loop_is_measured() -> None:
     assert value(metrics, SUM) >= STALL_S
     ((_, seconds),) = pauses
     assert seconds >= STALL_S
+
+
+def test_garbage_collections_are_measured_until_the_end() -> None:
+    metrics = Registry()
+    monitor = GcPauseMonitor(metrics)
+    callbacks = list(gc.callbacks)
+    gc.collect()
+    assert value(metrics, "python_gc_pause_seconds_count") == 0
+    monitor.start()
+    gc.collect()
+    monitor.stop()
+    monitor.stop()
+    gc.collect()
+    assert value(metrics, "python_gc_pause_seconds_count") == 1
+    assert value(metrics, "python_gc_pause_seconds_sum") > 0
+    assert gc.callbacks == callbacks
 
 
 async def test_a_stopped_monitor_sets_no_timer() -> None:

@@ -35,6 +35,11 @@ def wrap(ended: EndedStory) -> Story:
     return story
 
 
+def dropped(publisher: StoryPublisher) -> dict[str, float]:
+    children = publisher._dropped.children
+    return {why: counter.value for (why,), counter in children.items()}
+
+
 async def open_publisher(open_runtime: Open) -> tuple[StoryPublisher, Callable[[], Any]]:
     runtime = await open_runtime()
     received: list[StoryBatch] = []
@@ -73,6 +78,7 @@ async def test_good_stories_beyond_the_limit_are_left_out_and_counted(
     ]  # fmt: skip
     assert (batch.dropped, batch.sample) == (7, ProcessSample(2, {"w1": 3}))
     assert (await next_batch()).stories == []
+    assert dropped(publisher) == {"too_many": 7, "not_packed": 0, "not_sent": 0}
 
 
 async def test_cost_tables_are_built_for_some_requests_of_a_batch(
@@ -122,8 +128,34 @@ async def test_stories_are_counted_by_stage_and_named_as_examples(open_runtime: 
     metrics.remove_model("m")
     publisher.add(wrap(make_story(make_attempt())))
     publisher.publish()
-    series = [line for line in registry.render().splitlines() if 'model="m"' in line]
-    assert not [line for line in series if not line.startswith("dynamo_slo_")]
+    assert 'model="m"' not in registry.render()
+
+
+async def test_promises_of_a_served_model_are_counted_from_0(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    metrics = FrontendMetrics(runtime.metrics, stage_names=STAGES)
+    publisher = StoryPublisher(runtime, lambda: None, metrics)
+    await publisher.start()
+
+    def values() -> dict[tuple[str, str], float]:
+        lines = runtime.metrics.render().splitlines()
+        series = [line for line in lines if line.startswith("dynamo_slo_requests_total{")]
+        return {
+            (text.split('"')[3], text.split('"')[5]): float(value)
+            for text, _, value in (line.rpartition(" ") for line in series)
+        }
+
+    assert values() == {}
+    metrics.for_model("m")
+    kinds = [(slo, word) for slo in ("availability", "ttft", "itl") for word in ("good", "bad")]
+    assert values() == dict.fromkeys(kinds, 0)
+    publisher.add(wrap(make_story()))
+    publisher.publish()
+    assert values()["availability", "good"] == 1
+    metrics.remove_model("m")
+    assert values() == {}
+    metrics.for_model("m")
+    assert values()["availability", "good"] == 1  # a counter never falls
 
 
 @pytest.mark.parametrize(
@@ -161,3 +193,19 @@ async def test_a_story_that_cannot_be_packed_is_left_out(
         publisher.add(wrap(make_story()))
     assert len((await next_batch()).stories) == 2 * PACKED_AT_ONCE
     assert "a story is left out" in caplog.text
+    assert dropped(publisher) == {"too_many": 0, "not_packed": 1, "not_sent": 0}
+
+
+async def test_stories_that_the_event_plane_refuses_are_counted(
+    open_runtime: Open, monkeypatch: Any
+) -> None:
+    publisher, next_batch = await open_publisher(open_runtime)
+    for _ in range(5):
+        publisher.add(wrap(make_story()))
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "_source", None)
+        with pytest.raises(AttributeError):
+            publisher.publish()
+    assert dropped(publisher) == {"too_many": 0, "not_packed": 0, "not_sent": 5}
+    publisher.add(wrap(make_story()))
+    assert len((await next_batch()).stories) == 1

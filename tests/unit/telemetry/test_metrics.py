@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from dynamo.runtime.processes.status import add_process_metrics
@@ -98,9 +100,12 @@ def test_process_metrics_have_memory_and_open_files() -> None:
     registry = Registry()
     add_process_metrics(registry)
 
-    values = dict(
-        line.split() for line in registry.render().splitlines() if not line.startswith("#")
-    )
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        text = registry.render()
+    values = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
 
     assert float(values["process_resident_memory_bytes"]) > 1 << 20
     assert float(values["process_open_fds"]) >= 3
+    assert int(values["process_max_fds"]) >= int(values["process_open_fds"])
+    assert int(values["process_threads"]) >= 2

@@ -20,6 +20,9 @@ MAX_REPAIRS: Final = 3
 """Repairs in a row, each after `MAX_WRONG` wrong predictions, before the view is given up."""
 
 
+COUNTS = ("checked", "too_high", "too_low", "repairs")
+
+
 class Prediction(msgspec.Struct, frozen=True):
     """The cached tokens that a view predicts for a request. `removals`: `EngineBlocks.removals` at
     that time. `alone`: no other request was in the engine."""
@@ -39,8 +42,7 @@ class DriftCheck:
     repaired. Does that not help three times, the view is given up, and routers predict the cache.
 
     Predictions that are too low only cost some reuse, and are counted alone: the engine holds
-    blocks of which no event can tell any more. `counts` has "checked", "too_high", "too_low",
-    "repairs".
+    blocks of which no event can tell any more. `counts` has all of `COUNTS`.
     """
 
     def __init__(self, blocks: EngineBlocks, repair: Callable[[], object]) -> None:
@@ -50,7 +52,7 @@ class DriftCheck:
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
         self._repairs_in_a_row = 0
         self._in_flight = 0
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
 
     def on_submitted(self, token_ids: bytes, salt: str) -> Prediction:
         """Predict the cached tokens of a request that is given to the engine now."""

@@ -39,6 +39,11 @@ REPLAY_SILENCE_S: Final = 5.0
 _SEQUENCE_BYTES: Final = 8
 _END_OF_REPLAY: Final = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 
+COUNTS: Final = (
+    *("messages", "restarts", "repeated", "reconnections", "gaps", "repaired", "cleared"),
+    *("replays", "replay_failures", "malformed", "damaged"),
+)
+
 
 class KvEventEndpoint(msgspec.Struct, frozen=True):
     """Where an engine publishes. With `bind` the reader listens and the publisher connects, which
@@ -86,7 +91,7 @@ class KvEventReader:
         endpoint: KvEventEndpoint,
     ) -> None:
         self.blocks = blocks
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self._endpoint = endpoint
         self._tasks = BackgroundTasks()
         self._lock = Lock()

@@ -12,13 +12,17 @@ from dynamo.telemetry import Registry
 PEER = "peer"
 
 
+SOURCES = ("hub", "bucket", "folder", "index", PEER)
+"""Kinds of sources, whose series begin at 0. "index" is one of packages."""
+
+
 class FetchCounts:
-    """Bytes, seconds and failures by source: hub, bucket, folder, index (of packages) or peer."""
+    """Bytes, seconds and failures by source."""
 
     def __init__(self) -> None:
-        self.size_bytes: Counter[str] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.failures: Counter[str] = Counter()
+        self.size_bytes = Counter(dict.fromkeys(SOURCES, 0))
+        self.seconds = defaultdict(float, dict.fromkeys(SOURCES, 0.0))
+        self.failures = Counter(dict.fromkeys(SOURCES, 0))
 
     def add(self, source: str, size_bytes: int, seconds: float) -> None:
         """Count a piece that has come."""

@@ -34,7 +34,7 @@ from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
-from dynamo.runtime.loop_lag import LoopLagMonitor
+from dynamo.runtime.loop_lag import GcPauseMonitor, LoopLagMonitor
 from dynamo.runtime.processes.parent_pipe import (
     EXIT_USAGE,
     STACKS_SIGNAL,
@@ -210,6 +210,7 @@ class ProcessRunner:
         runtime.publish_state = self._publish_state
         await self._status.start()
         loop_lag = LoopLagMonitor(runtime.metrics, runtime.loop_pauses)
+        gc_pauses = GcPauseMonitor(runtime.metrics)
         refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
         runtime.tasks.start(self._report_start(), "start report")
         try:
@@ -219,6 +220,7 @@ class ProcessRunner:
             await wait_for_first(self._set_up(main), stopped())
             await wait_for_first(self._become_ready(), stopped())
             loop_lag.start()
+            gc_pauses.start()
             await stopped()
             await self._announce_draining()
             await runtime.shutdown(await self._leave())
@@ -226,6 +228,7 @@ class ProcessRunner:
                 raise runtime.failure
         finally:
             loop_lag.stop()
+            gc_pauses.stop()
             refresh.cancel()
             if runtime.shared_memory is not None:
                 runtime.shared_memory.close()

@@ -18,7 +18,6 @@ from dynamo.operations.observer.stages import STAGES, stage_durations
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
 from dynamo.services.observing.slo_counter import SloCounter
-from dynamo.telemetry.metrics import Counter
 from dynamo.telemetry.story import (
     STORIES_SUBJECT,
     AttemptFacts,
@@ -71,11 +70,15 @@ class StoryPublisher:
         self._counts: dict[str, _ModelCounts] = {}
         self._choices: deque[RouterChoice] = deque(maxlen=MAX_STORIES)
         self._source: EventSource
-        self._slo = SloCounter(runtime.settings, runtime.metrics)
+        served = {} if metrics is None else metrics.models
+        self._slo = SloCounter(runtime.settings, runtime.metrics, served)
         runtime.on_settings_change(self._slo.update_settings)
-        self._dropped: Counter = runtime.metrics.counter(
+        self._dropped = runtime.metrics.counter(
             "dynamo_stories_dropped_total",
-            "Stories of requests that were not sent to the observer: too many of good ones",
+            "Stories of requests that were not sent to the observer: too_many good ones in a "
+            "second, not_packed because of a fault, not_sent because the event plane refused them",
+            ("why",),
+            known=("too_many", "not_packed", "not_sent"),
         )
 
     async def start(self) -> None:
@@ -125,6 +128,7 @@ class StoryPublisher:
                 encode_story_into(story, packed, -1)
             except Exception:
                 del packed[size_bytes:]
+                self._dropped.labels("not_packed").inc()
                 log.exception("a story is left out")
                 continue
             self._stories += 1
@@ -189,7 +193,8 @@ class StoryPublisher:
         stories: Any = Raw(ARRAY_32 + self._stories.to_bytes(4, "big") + self._packed)
         dropped = max(0, self._good - MAX_STORIES)
         if dropped:
-            self._dropped.inc(dropped)
+            self._dropped.labels("too_many").inc(dropped)
+        count = self._stories
         self._packed, self._counts = bytearray(), {}
         self._stories = self._good = self._tables = 0
         choices = list(self._choices)
@@ -209,7 +214,11 @@ class StoryPublisher:
             self._sample(),
             self._slo.sums(),
         )
-        self._source.publish(encode_batch(batch))
+        try:
+            self._source.publish(encode_batch(batch))
+        except Exception:
+            self._dropped.labels("not_sent").inc(count)
+            raise
 
 
 class _ModelCounts:

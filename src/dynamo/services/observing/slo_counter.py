@@ -33,9 +33,11 @@ def slo_file(settings: Settings) -> Path:
 
 
 class SloCounter:
-    """Judges ended stories, and has the sums since the process has started, by model."""
+    """Judges ended stories, and has the sums since the process has started, by model. The metric
+    has the models that are in `served` at a scrape."""
 
-    def __init__(self, settings: Settings, metrics: Registry) -> None:
+    def __init__(self, settings: Settings, metrics: Registry, served: Mapping[str, object]) -> None:
+        self._served = served
         self._sums: dict[str, SloCounts] = {}
         self._client_errors = client_error_codes()
         self.update_settings(settings)
@@ -70,7 +72,8 @@ class SloCounter:
 
     def _by_label(self) -> Mapping[tuple[str, ...], float]:
         values: dict[tuple[str, ...], float] = {}
-        for model, counts in self._sums.items():
+        for model in list(self._served):
+            counts = self._sums.get(model, SloCounts())
             answered = counts.requests - counts.failed
             for slo, all_of_them, bad in (
                 ("availability", counts.requests, counts.failed),

@@ -165,6 +165,8 @@ class PlannerService:
                 desired[order.takes_from] -= order.count - desired[order.kind]
             desired[order.kind] = order.count
         for kind, state in decision.kinds.items():
+            for counter in (self._orders, self._bound):
+                counter.labels(kind)  # its series begins at 0
             self._desired.labels(kind).set(desired[kind])
             for name in ("ready", "starting", "draining"):
                 self._present.labels(kind, name).set(getattr(state, name))
