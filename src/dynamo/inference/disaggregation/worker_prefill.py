@@ -45,7 +45,9 @@ class WorkerPrefill(RemotePrefill):
         self._planes: list[TransferPlane] = []
         self._regions: list[RegionDescriptor] = []
         self._peers: list[PrefillPeers] = []
-        self._named_peers: Sequence[str] = ()
+        self._pulled_before: Mapping[str, int] = {}
+        self._bytes_by_named_peer: dict[str, float] = {}
+        self._other_bytes = 0.0
         self._sources: list[PeerPrefill] = []
         self._only_decodes = runtime.settings.engine.role == "decode"
         self._handover = Handover(runtime.clock)
@@ -157,11 +159,16 @@ class WorkerPrefill(RemotePrefill):
         pulled: Counter[str] = Counter()
         for peers in self._peers:
             pulled.update(peers.bytes_pulled())
-        present = [name for name in self._named_peers if name in pulled]
-        largest = [name for name, _ in pulled.most_common() if name not in present]
-        self._named_peers = [*present, *largest][:NAMED_PEERS]
-        counts: dict[tuple[str, ...], float] = {
-            (name,): pulled.pop(name) for name in self._named_peers
-        }
-        counts["other",] = pulled.total()
-        return counts
+        named = self._bytes_by_named_peer
+        for gone in named.keys() - pulled.keys():
+            del named[gone]
+        for name, size_bytes in pulled.most_common():
+            before = self._pulled_before.get(name, 0)
+            more = size_bytes - before if size_bytes >= before else size_bytes
+            if name in named or len(named) < NAMED_PEERS:
+                named[name] = named.get(name, 0) + more
+            else:
+                self._other_bytes += more
+        self._pulled_before = pulled
+        counts: dict[tuple[str, ...], float] = {("other",): self._other_bytes}
+        return counts | {(name,): value for name, value in named.items()}
