@@ -13,6 +13,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SettingSpec, SourcedValue, resolve_settings
 from dynamo.core.settings.keys import section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import SUBSTITUTE_NOTE, UNUSED_NOTE
+from dynamo.core.settings.no_effect import REMEDIES
 from dynamo.core.settings.secret_files import INSECURE_NOTE, SecretFile
 from dynamo.core.settings.values import split_list, type_name
 from dynamo.runtime.environment import CONFIG_PATH_VARIABLE, read_config_file, read_secret_file
@@ -94,6 +95,8 @@ def print_unused_settings(loaded: LoadedSettings) -> None:
         )
         text = f"not in use yet: {some} (`dynamo config explain` lists all settings)"
         print(f"note: {text}", file=sys.stderr)
+    for key in REMEDIES.keys() & unused:
+        print(f"note: {key} ({loaded.origins[key]}): {REMEDIES[key]}", file=sys.stderr)
 
 
 def flag_help(spec: SettingSpec) -> str:

@@ -132,6 +132,13 @@ def test_settings_without_effect_are_noted_at_start(
     err = capsys.readouterr().err
     assert "note: not in use yet: monitoring.grafana.port (" in err
     assert "router" not in err
+    assert "Grafana" not in err
+
+    file.write_text("monitoring: {grafana: {enabled: true, port: 3000}}\n")
+    load_settings(parser().parse(["-f", str(file)]))
+    err = capsys.readouterr().err
+    assert "note: monitoring.grafana.enabled (" in err
+    assert "no Grafana is started; `deploy/deploy.sh` starts one" in err
 
     file.write_text("workers: {decode: {replicas: 8, resources: {gpu: 2}}}\n")
     loaded = load_settings(parser().parse(["-f", str(file), "--workers", "3"]))

@@ -54,6 +54,12 @@ NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
 }
 """The rows of each schema. A key is relative to its schema."""
 
+REMEDIES = {
+    "monitoring.grafana.enabled": "no Grafana is started; `deploy/deploy.sh` starts one with our "
+    "dashboards, and docs/how-to/watch.md says how yours shows them",
+}
+"""What users do instead, by key. A start tells it."""
+
 NO_EFFECT_SECTIONS = {
     "nixl": "Transfer of KV blocks between workers.",
     "resources": "Requests of one replica to its host.",
