@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from dynamo.application.responses.store import ResponseStore
 from dynamo.application.routing import RoutingRedirect
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.communication.http.scrape import scrape
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.operations.observer.stages import STAGES
-from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.deployment import ProcessRecord, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.adapters import AdapterOrders
 from dynamo.services.desired_models import STATES
@@ -33,10 +35,49 @@ from dynamo.services.observing.trace_export import TraceOptions
 from dynamo.services.planning.record import RECORD_FOLDER, RecordFiles, RequestRecorder
 from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
+from dynamo.services.scrape_targets import ScrapeTarget, ScrapeTargets
 from dynamo.services.service_models import ServiceModelWatcher
-from dynamo.services.shared_metrics import SharedPortMetrics
+from dynamo.telemetry import render_merged
 from dynamo.telemetry.gpus import Gpus
 from dynamo.telemetry.story import StoryListener
+
+
+class SharedPortMetrics:
+    """Scrapes the other frontends of this deployment, found by their process records."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self._runtime = runtime
+        self._deployment = deployment_of(runtime.settings)
+        self._targets = ScrapeTargets(runtime)
+
+    async def render(self) -> str:
+        """Return the metrics of all frontends as if of one process. A frontend that does not answer
+        in time is left out, with a warning."""
+        own = self._runtime.metrics.render()
+        if self._runtime.settings.server.http_workers == 1:
+            return own
+        others = await self._other_frontends()
+        texts = await run_all(*(self._scrape(other.status_url) for other in others))
+        return render_merged([own, *filter(None, texts)])
+
+    async def list_targets(self) -> Sequence[ScrapeTarget]:
+        """Return the status ports of all processes. Raises `PlaneUnavailable`."""
+        return await self._targets.list_targets()
+
+    async def _other_frontends(self) -> Sequence[ProcessRecord]:
+        processes = await self._runtime.clock.offload(self._deployment.live_processes)
+        frontends = (process for process in processes if process.role == "frontend")
+        own_id = self._runtime.instance_id
+        return [other for other in frontends if other.instance != own_id and other.status_url]
+
+    async def _scrape(self, status_url: str) -> str:
+        try:
+            return await scrape(status_url)
+        except PlaneUnavailable as error:
+            fields = {"url": status_url, "error": error.message}
+            log.warning("a frontend's metrics are missing", extra={"fields": fields})
+            return ""
+
 
 log = logging.getLogger(__name__)
 
