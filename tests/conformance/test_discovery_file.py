@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.communication.discovery.file import FileDiscovery
 from dynamo.communication.discovery.folder import FolderLease, FolderReader, record_file_name
-from dynamo.communication.discovery.folder_events import FolderEvents
+from dynamo.communication.discovery.folder_poller import FolderEvents
 from dynamo.core.errors import ConfigError
 from dynamo_conformance.discovery import read_until
 
