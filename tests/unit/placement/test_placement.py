@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import ConfigError
+from dynamo.operations.operator.gangs import ScaledPart, graph_gangs
 from dynamo.operations.placement.explain import describe_place, explain_refusal
 from dynamo.operations.placement.fit import Gang, PodGroup, place, release
-from dynamo.operations.placement.gangs import ScaledPart, graph_gangs
 from dynamo.operations.placement.nodes import read_nodes
 from dynamo.operations.placement.quantity import GPU, format_quantity, parse_quantity, pod_requests
 from dynamo.operations.placement.queue import RESERVE_S, GangQueue
