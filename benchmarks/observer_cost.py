@@ -25,8 +25,7 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import Load, TierLoad
 from dynamo.operations.observer.observer import DeploymentObserver
-from dynamo.operations.observer.otlp import SpanEncoder, TracedRequest
-from dynamo.operations.observer.spans import make_spans
+from dynamo.operations.observer.spans import SpanEncoder
 from dynamo.operations.observer.stories import KeptStory
 from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.services.observing import observer as _whole_process  # noqa: F401 - its memory counts
@@ -90,7 +89,7 @@ def run(workers: int, stories: int) -> dict[str, Any]:
     idle_mb = resident_mb()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)  # as every process of a deployment does
-    observer, encoder = DeploymentObserver(clock), SpanEncoder({"service.name": "dynamo"})
+    observer, encoder = DeploymentObserver(clock), SpanEncoder({"service.name": "dynamo"}, {})
     names = [f"worker-{number}-0123456789" for number in range(workers)]
     load = Load(9, 3, 4096, 900, 2_000, 0, 1_500, tiers=(TierLoad("host", 0.1, 0.0, 30, 40),))
     loads = dict.fromkeys(names, load)
@@ -107,11 +106,7 @@ def run(workers: int, stories: int) -> dict[str, Any]:
         observer.on_batch(decoded)
         spent["keep"] += time.process_time() - began
         began = time.process_time()
-        traced = [
-            TracedRequest(story.trace, "", make_spans(KeptStory(story, "frontend-1"), {}))
-            for story in decoded.stories
-        ]
-        encoder.encode(traced)
+        encoder.encode([KeptStory(story, "frontend-1") for story in decoded.stories])
         spent["spans"] += time.process_time() - began
     for at in range(SAMPLES):
         began = time.process_time()

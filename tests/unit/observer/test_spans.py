@@ -9,8 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.unit.observer.stories import make_attempt, make_story
 
 from dynamo.core.timing.worker_times import WorkerTimes
-from dynamo.operations.observer.otlp import SpanEncoder, TracedRequest
-from dynamo.operations.observer.spans import make_spans
+from dynamo.operations.observer.spans import SpanEncoder
 from dynamo.operations.observer.stories import KeptStory
 from dynamo.telemetry.story import EndedStory
 from dynamo.telemetry.trace_context import make_span_id
@@ -37,13 +36,12 @@ MOVED = make_story(
 
 def export(*stories: EndedStory) -> list[Any]:
     """Return the spans as a collector reads them, which are one trace for each story."""
-    traced = [
-        TracedRequest(story.trace or TRACE, "a=b", make_spans(KeptStory(story, "frontend-1"), {}))
+    entries = [
+        KeptStory(replace(story, trace=story.trace or TRACE, trace_state="a=b"), "frontend-1")
         for story in stories
     ]
-    message = ExportTraceServiceRequest.FromString(
-        SpanEncoder({"service.name": "s"}).encode(traced)
-    )
+    encoded = SpanEncoder({"service.name": "s"}, {}).encode(entries)
+    message = ExportTraceServiceRequest.FromString(encoded)
     (resource,) = message.resource_spans
     assert resource.resource.attributes[0].value.string_value == "s"
     (scope,) = resource.scope_spans

@@ -1,12 +1,15 @@
-"""The spans of a request, made from its story, by OpenTelemetry's conventions."""
+"""The spans of requests, made from their stories by OpenTelemetry's conventions, as protobuf."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
-from dynamo.core.errors import CANCELLED
+import dynamo
+from dynamo.core.errors import CANCELLED, ConfigError
+from dynamo.core.installation import install_command
 from dynamo.operations.observer.stages import StageTime, find_stages, find_worker_stages
 from dynamo.operations.observer.stories import KeptStory
 from dynamo.telemetry.story import AttemptFacts, EndedStory
@@ -16,6 +19,7 @@ SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
 """The version of the names below. All `gen_ai` names are still in development."""
 INTERNAL, SERVER, CLIENT = 1, 2, 3
 """OpenTelemetry's kinds of spans."""
+STATUS_ERROR = 2
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 OTHER_OPERATIONS = "chat"
 SPAN_BY_STAGE = {"tokenise": "tokenise", "admit": "admit", "place": "route"}
@@ -33,30 +37,81 @@ REQUEST_ATTRIBUTES = (
 )
 """Names of `EndedStory.options`."""
 CLIENT_CLOSED = 499
+REPEATED_TYPES = (str, int, bool)
+UNIQUE = ("dynamo.request.id", "dynamo.client.request.id")
+"""Attributes that differ from request to request."""
+MAX_ENCODED = 4_096
 
 
-class SpanEvent(NamedTuple):
-    """An event within a span, at a time in nanoseconds since 1970."""
+def load_trace_types() -> Any:
+    """Return the types of spans. Raises `ConfigError` without the library."""
+    try:
+        from opentelemetry.proto.trace.v1 import trace_pb2
+    except ImportError:
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, and the package opentelemetry-proto is missing",
+            hint=f"{install_command('otel')}, or set OTEL_SDK_DISABLED=true",
+        ) from None
+    return trace_pb2
 
-    name: str
-    at_ns: int
-    attributes: Mapping[str, Any]
+
+class SpanEncoder:
+    """Encodes the spans of requests as an ExportTraceServiceRequest. Raises `ConfigError` without
+    the library. `resource`: attributes of the deployment. `statuses`: HTTP statuses by error
+    code."""
+
+    def __init__(self, resource: Mapping[str, str], statuses: Mapping[str, int]) -> None:
+        self._types: Any = load_trace_types()
+        self._resource, self._statuses = resource, statuses
+
+    def encode(self, entries: Iterable[KeptStory]) -> bytes:
+        """Return the message. Call in a thread: a request takes about 40 us."""
+        data = self._types.TracesData()
+        resource = data.resource_spans.add(schema_url=SCHEMA_URL)
+        for name, value in self._resource.items():
+            _add_attribute(resource.resource.attributes, name, value)
+        scope = resource.scope_spans.add(schema_url=SCHEMA_URL)
+        scope.scope.name, scope.scope.version = "dynamo", dynamo.__version__
+        for entry in entries:
+            maker = _SpanMaker(entry.story, scope.spans)
+            maker.add_root(entry.process, self._statuses)
+            maker.add_frontend_stages()
+            maker.add_attempts()
+        return bytes(data.SerializeToString())
 
 
-class TraceSpan(NamedTuple):
-    """A span. Ids are hexadecimal, times nanoseconds since 1970. `error`: the code of what failed,
-    "" for success. `link`: the id of another span of the trace. `parent_id`: "" for a root."""
+def _add_attributes(message: Any, attributes: Mapping[str, Any]) -> None:
+    repeated = []
+    for name, value in attributes.items():
+        if type(value) in REPEATED_TYPES and name not in UNIQUE:
+            repeated.append(_encode_attribute(name, value))
+        else:
+            _add_attribute(message.attributes, name, value)
+    message.MergeFromString(b"".join(repeated))
 
-    span_id: str
-    parent_id: str
-    name: str
-    kind: int
-    began_ns: int
-    ended_ns: int
-    attributes: Mapping[str, Any]
-    error: str = ""
-    events: tuple[SpanEvent, ...] = ()
-    link: str = ""
+
+def _add_attribute(target: Any, name: str, value: Any) -> None:
+    shown = target.add(key=name).value
+    kind = type(value)
+    if kind is str:
+        shown.string_value = value
+    elif kind is int:
+        shown.int_value = value
+    elif kind is float:
+        shown.double_value = value
+    elif kind is bool:
+        shown.bool_value = value
+    else:
+        for text in value:
+            shown.array_value.values.add().string_value = text
+
+
+@lru_cache(MAX_ENCODED, typed=True)
+def _encode_attribute(name: str, value: Any) -> bytes:
+    """Return a span that has only this attribute. Most requests have the same ones."""
+    span = load_trace_types().Span()
+    _add_attribute(span.attributes, name, value)
+    return bytes(span.SerializeToString())
 
 
 def worker_name(instance: str) -> str:
@@ -70,17 +125,12 @@ def _child_id(span_id: str, number: int) -> str:
     return f"{span_id[:-2]}{int(span_id[-2:], 16) ^ (number + 1):02x}"
 
 
-def make_spans(entry: KeptStory, statuses: Mapping[str, int]) -> list[TraceSpan]:
-    """Return the spans of a request, its root first. `statuses`: HTTP statuses by error code."""
-    maker = _SpanMaker(entry.story)
-    return [maker.root(entry.process, statuses), *maker.frontend_stages(), *maker.attempts()]
-
-
 class _SpanMaker:
-    """Makes the spans of one request. Children are within their parents."""
+    """Adds the spans of one request to `spans`. Children are within their parents."""
 
-    def __init__(self, story: EndedStory) -> None:
-        self._story = story
+    def __init__(self, story: EndedStory, spans: Any) -> None:
+        self._story, self._spans = story, spans
+        self._trace_id = bytes.fromhex(story.trace)
         self._root_id = make_span_id(story.request_id)
         self._stages = find_stages(story)
         self._began_ns = int(story.wall_s * 1e6) * 1_000
@@ -90,8 +140,32 @@ class _SpanMaker:
             return self._began_ns
         return self._began_ns + min(us, self._story.ended_us) * 1_000
 
-    def root(self, process: str, statuses: Mapping[str, int]) -> TraceSpan:
-        """Return the span of the whole request."""
+    def _add(
+        self,
+        name: str,
+        kind: int,
+        ids: tuple[str, str],
+        times_ns: tuple[int, int],
+        attributes: Mapping[str, Any],
+        error: str = "",
+    ) -> Any:
+        """Add a span and return it. `ids`: its own and its parent's, hexadecimal; "": no parent.
+        `times_ns`: begin and end since 1970. `error`: the code of what failed, "" for success."""
+        span_id, parent_id = ids
+        span = self._spans.add(name=name, kind=kind)
+        span.trace_id, span.span_id = self._trace_id, bytes.fromhex(span_id)
+        span.start_time_unix_nano, span.end_time_unix_nano = times_ns
+        if parent_id:
+            span.parent_span_id = bytes.fromhex(parent_id)
+        if state := self._story.trace_state:
+            span.trace_state = state
+        if error and error != CANCELLED:
+            span.status.code, span.status.message = STATUS_ERROR, error
+        _add_attributes(span, attributes)
+        return span
+
+    def add_root(self, process: str, statuses: Mapping[str, int]) -> None:
+        """Add the span of the whole request."""
         story = self._story
         operation = OPERATIONS.get(story.path, OTHER_OPERATIONS)
         attributes: dict[str, Any] = {
@@ -120,15 +194,18 @@ class _SpanMaker:
             attributes["dynamo.client.request.id"] = story.client_id
         if story.attempts:
             attributes["dynamo.router.mode"] = story.attempts[0].mode
-        error = "" if story.end == CANCELLED else story.end
-        if error:
-            attributes["error.type"] = error
-        name = f"{operation} {story.model}".strip()
-        ended_ns = self._at(story.ended_us)
-        return TraceSpan(
-            self._root_id, story.parent_id, name, SERVER, self._began_ns, ended_ns, attributes,
-            error, tuple(self._moves()),
-        )  # fmt: skip
+        if story.end not in ("", CANCELLED):
+            attributes["error.type"] = story.end
+        name, ids = f"{operation} {story.model}".strip(), (self._root_id, story.parent_id)
+        times_ns = self._began_ns, self._at(story.ended_us)
+        root = self._add(name, SERVER, ids, times_ns, attributes, story.end)
+        for before, after in self._with_previous():
+            if before is not None:
+                move = root.events.add(name="moved", time_unix_nano=self._at(after.placed_us))
+                _add_attribute(move.attributes, "dynamo.move.from", before.worker)
+                _add_attribute(move.attributes, "dynamo.move.to", after.worker)
+                _add_attribute(move.attributes, "dynamo.move.reason", before.error)
+                _add_attribute(move.attributes, "dynamo.move.token", after.resumed)
 
     def _status(self, statuses: Mapping[str, int]) -> int:
         story = self._story
@@ -138,17 +215,6 @@ class _SpanMaker:
             return CLIENT_CLOSED
         return statuses.get(story.end, int(HTTPStatus.INTERNAL_SERVER_ERROR))
 
-    def _moves(self) -> Iterator[SpanEvent]:
-        for before, after in self._with_previous():
-            if before is not None:
-                facts = {
-                    "dynamo.move.from": before.worker,
-                    "dynamo.move.to": after.worker,
-                    "dynamo.move.reason": before.error,
-                    "dynamo.move.token": after.resumed,
-                }
-                yield SpanEvent("moved", self._at(after.placed_us), facts)
-
     def _with_previous(self) -> Iterator[tuple[AttemptFacts | None, AttemptFacts]]:
         """Yield each attempt with the one before of the same prompt and choice."""
         previous: dict[str, AttemptFacts] = {}
@@ -157,24 +223,16 @@ class _SpanMaker:
             yield previous.get(answer), attempt
             previous[answer] = attempt
 
-    def frontend_stages(self) -> Iterator[TraceSpan]:
-        """Yield the spans of stages outside of workers."""
+    def add_frontend_stages(self) -> None:
+        """Add the spans of stages outside of workers."""
         for number, stage in enumerate(self._stages):
             name = SPAN_BY_STAGE.get(stage.name)
-            if name is None:
-                continue
-            attributes: dict[str, Any] = {}
-            if name == "admit" and self._story.waited_for:
-                attributes["dynamo.admit.waited_for"] = self._story.waited_for
-            yield TraceSpan(
-                _child_id(self._root_id, number),
-                self._root_id,
-                name,
-                INTERNAL,
-                self._at(stage.began_us),
-                self._at(stage.began_us + stage.us),
-                attributes,
-            )
+            if name is not None:
+                waited_for = self._story.waited_for if name == "admit" else ""
+                ids = _child_id(self._root_id, number), self._root_id
+                times_ns = self._at(stage.began_us), self._at(stage.began_us + stage.us)
+                attributes = {"dynamo.admit.waited_for": waited_for} if waited_for else {}
+                self._add(name, INTERNAL, ids, times_ns, attributes)
 
     def _worker_stages(self, attempt: AttemptFacts) -> Sequence[StageTime]:
         """Return the stages of an attempt, which are known where a request has only one."""
@@ -182,31 +240,25 @@ class _SpanMaker:
             return self._stages
         return find_worker_stages(attempt)
 
-    def attempts(self) -> Iterator[TraceSpan]:
-        """Yield the span of each attempt, and those of its stages at the worker."""
+    def add_attempts(self) -> None:
+        """Add the span of each attempt, and those of its stages at the worker."""
         for before, attempt in self._with_previous():
             span_id = make_span_id(attempt.key)
-            began_ns, ended_ns = self._at(attempt.placed_us), self._at(attempt.ended_us)
-            name = worker_name(attempt.worker)
-            error = "" if attempt.error == CANCELLED else attempt.error
-            link = "" if before is None else make_span_id(before.key)
-            ended_ns = max(began_ns, ended_ns)
-            yield TraceSpan(
-                span_id, self._root_id, f"generate {name}", CLIENT, began_ns, ended_ns,
-                _attempt_attributes(attempt, name), error, (), link,
-            )  # fmt: skip
+            began_ns = self._at(attempt.placed_us)
+            ended_ns = max(began_ns, self._at(attempt.ended_us))
+            name, ids = worker_name(attempt.worker), (span_id, self._root_id)
+            attributes, times_ns = _attempt_attributes(attempt, name), (began_ns, ended_ns)
+            span = self._add(f"generate {name}", CLIENT, ids, times_ns, attributes, attempt.error)
+            if before is not None:
+                lost_id = bytes.fromhex(make_span_id(before.key))
+                span.links.add(trace_id=self._trace_id, span_id=lost_id)
             for number, stage in enumerate(self._worker_stages(attempt)):
                 if stage.name in WORKER_SPANS:
                     stage_ns = max(began_ns, min(self._at(stage.began_us), ended_ns))
-                    yield TraceSpan(
-                        _child_id(span_id, number),
-                        span_id,
-                        stage.name,
-                        INTERNAL,
-                        stage_ns,
-                        min(max(self._at(stage.began_us + stage.us), stage_ns), ended_ns),
-                        _stage_attributes(stage.name, attempt),
-                    )
+                    until_ns = min(max(self._at(stage.began_us + stage.us), stage_ns), ended_ns)
+                    ids = _child_id(span_id, number), span_id
+                    attributes = _stage_attributes(stage.name, attempt)
+                    self._add(stage.name, INTERNAL, ids, (stage_ns, until_ns), attributes)
 
 
 def _attempt_attributes(attempt: AttemptFacts, name: str) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from dynamo.application.http_errors import statuses_by_code
 from dynamo.communication.http.client import HttpAnswer, HttpClient
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
-from dynamo.operations.observer.otlp import SpanEncoder, TracedRequest, load_trace_types
-from dynamo.operations.observer.spans import make_spans
+from dynamo.operations.observer.spans import SpanEncoder, load_trace_types
 from dynamo.operations.observer.stories import KeptStory, is_moved
 from dynamo.telemetry.metrics import Registry
 from dynamo.telemetry.slo import FAILED
@@ -135,8 +134,7 @@ class TraceExporter:
     def __init__(self, options: TraceOptions, clock: Clock, metrics: Registry) -> None:
         """Raises `ConfigError`."""
         self._options, self._clock = options, clock
-        self._encoder = SpanEncoder(options.resource)
-        self._statuses = statuses_by_code()
+        self._encoder = SpanEncoder(options.resource, statuses_by_code())
         self._pending: deque[KeptStory] = deque()
         self._client_sampled: tuple[int, int] = (0, 0)
         self.dropped: Counter[str] = Counter(
@@ -214,12 +212,7 @@ class TraceExporter:
             self.sent += len(entries)
 
     def _encode(self, entries: list[KeptStory]) -> bytes:
-        traced = [
-            TracedRequest(entry.story.trace, entry.story.trace_state, spans)
-            for entry in entries
-            if (spans := make_spans(entry, self._statuses))
-        ]
-        body = self._encoder.encode(traced)
+        body = self._encoder.encode(entries)
         return gzip.compress(body, 1) if self._options.compressed else body
 
     async def _post(self, body: bytes) -> str:
