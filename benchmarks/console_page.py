@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import astuple
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.chromium import Chromium
 
@@ -98,12 +96,9 @@ class MadeUpDeployment:
         }
         return {
             "deployment": "made-up",
-            "at": activity.at,
             "processes": processes,
-            "workers": {name: astuple(worker) for name, worker in activity.workers.items()},
-            "waiting": activity.waiting,
-            "pace": activity.pace,
-            "slow": activity.slow,
+            **activity,
+            "workers": {name: [*each.values()] for name, each in activity["workers"].items()},
             "stories": 0,
             "alerts": (),
             "causes": (),

@@ -18,7 +18,7 @@ EXPLAIN_PREFIX = "/router/explain/"
 class RoutingSource(Protocol):
     """The source of routing data: `operations.observer.DeploymentObserver`."""
 
-    async def explain(self, request_id: str) -> Sequence[Any]: ...
+    def explain(self, request_id: str) -> Sequence[Any]: ...
     async def report(self, seconds: float | None = None) -> Any: ...
     async def timeline(
         self, since: float = 0.0, seconds: float | None = None, worker: str = "", columns: str = ""
@@ -43,7 +43,7 @@ class RoutingHandler:
     async def explain(self, exchange: Exchange) -> None:
         """GET /router/explain/{request_id}: every decision for a request."""
         name = exchange.request.path.removeprefix(EXPLAIN_PREFIX)
-        decisions = await self._source.explain(name)
+        decisions = self._source.explain(name)
         if not decisions:
             raise NotFound(
                 f"no decision is recorded for request {name[:100]!r}",
@@ -53,7 +53,7 @@ class RoutingHandler:
 
     async def recent(self, exchange: Exchange) -> None:
         """GET /router/explain: the decisions for the last requests."""
-        exchange.send_value({"decisions": await self._source.explain("")})
+        exchange.send_value({"decisions": self._source.explain("")})
 
     async def report(self, exchange: Exchange) -> None:
         """GET /router/report?seconds=N: a report on the last N seconds, or on all records."""

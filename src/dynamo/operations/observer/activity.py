@@ -1,12 +1,14 @@
-"""The present of a deployment: its workers, the pace of its answers, and its slow requests."""
+"""The present of a deployment: its workers, and the pace of its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from dynamo.core.values import Load
+from dynamo.operations.observer.timeline import LOAD_COLUMNS
 from dynamo.telemetry.slo import FAILED
 from dynamo.telemetry.story import EndedStory
 
@@ -24,57 +26,6 @@ class Second(msgspec.Struct):
     tokens: int = 0
     longest_gap_us: int = 0
     ttft_us: list[int] = []
-
-
-class Pace(msgspec.Struct, frozen=True):
-    """The last seconds, one value each. `ttft`, `ttft_p95` and `gap` (the longest) are in seconds,
-    None where no request ended."""
-
-    at: Sequence[int]
-    requests: Sequence[int]
-    failed: Sequence[int]
-    tokens: Sequence[int]
-    ttft: Sequence[float | None]
-    ttft_p95: Sequence[float | None]
-    gap: Sequence[float | None]
-
-
-class WorkerActivity(msgspec.Struct, frozen=True):
-    """A worker now. `routed`: how often it was chosen so far. `view`: how its cache is known to
-    routers. `tiers` are its blocks in each memory tier, and for how many there is room."""
-
-    running: int
-    waiting: int
-    prefill_tokens: int
-    active_blocks: int
-    cached_blocks: int
-    total_blocks: int
-    routed: int
-    view: str
-    tiers: Mapping[str, tuple[int, int]]
-
-
-class SlowRequest(msgspec.Struct, frozen=True):
-    """A request that took long, and why. Times in seconds."""
-
-    request_id: str
-    client_id: str
-    at: float
-    seconds: float
-    ttft: float | None
-    worker: str
-    end: str
-    verdict: str
-
-
-class Activity(msgspec.Struct, frozen=True):
-    """A deployment at the Unix time `at`. `waiting`: requests held in its routers."""
-
-    at: float
-    waiting: int
-    workers: Mapping[str, WorkerActivity]
-    pace: Pace
-    slow: Sequence[SlowRequest]
 
 
 class PaceRecorder:
@@ -98,20 +49,22 @@ class PaceRecorder:
         if story.first_us is not None and len(second.ttft_us) < MAX_TIMES:
             second.ttft_us.append(story.first_us)
 
-    def show(self, now: float, seconds: int) -> Pace:
-        """Return the last seconds. The present one is left out: its stories come later."""
+    def show(self, now: float, seconds: int) -> Mapping[str, Sequence[Any]]:
+        """Return the last seconds, one value each. `ttft`, `ttft_p95` and `gap` (the longest) are
+        in seconds, None where no request ended. The present second is left out: its stories come
+        later."""
         until = int(now) - 1
         rows = [self._seconds.get(at, Second(at)) for at in range(until - seconds, until)]
         sorted_times = [sorted(row.ttft_us) for row in rows]
-        return Pace(
-            [row.at for row in rows],
-            [row.requests for row in rows],
-            [row.failed for row in rows],
-            [row.tokens for row in rows],
-            [_quantile(times, 0.5) for times in sorted_times],
-            [_quantile(times, 0.95) for times in sorted_times],
-            [row.longest_gap_us / 1e6 if row.requests else None for row in rows],
-        )
+        return {
+            "at": [row.at for row in rows],
+            "requests": [row.requests for row in rows],
+            "failed": [row.failed for row in rows],
+            "tokens": [row.tokens for row in rows],
+            "ttft": [_quantile(times, 0.5) for times in sorted_times],
+            "ttft_p95": [_quantile(times, 0.95) for times in sorted_times],
+            "gap": [row.longest_gap_us / 1e6 if row.requests else None for row in rows],
+        }
 
 
 def _quantile(times: Sequence[int], share: float) -> float | None:
@@ -120,19 +73,16 @@ def _quantile(times: Sequence[int], share: float) -> float | None:
 
 def show_workers(
     loads: Mapping[str, Load], routed: Mapping[str, int], views: Mapping[str, str]
-) -> Mapping[str, WorkerActivity]:
-    """Return the last load reports by worker."""
+) -> Mapping[str, Mapping[str, Any]]:
+    """Return the last load reports by worker. `routed`: how often it was chosen so far. `view`:
+    how its cache is known to routers. `tiers` are its blocks in each memory tier, and for how many
+    there is room."""
     return {
-        name: WorkerActivity(
-            load.running,
-            load.waiting,
-            load.prefill_tokens,
-            load.active_blocks,
-            load.cached_blocks,
-            load.total_blocks,
-            routed.get(name, 0),
-            views.get(name, ""),
-            {tier.name: (tier.blocks, tier.capacity_blocks) for tier in load.tiers},
-        )
+        name: {
+            **{column: getattr(load, column) for column in LOAD_COLUMNS},
+            "routed": routed.get(name, 0),
+            "view": views.get(name, ""),
+            "tiers": {tier.name: (tier.blocks, tier.capacity_blocks) for tier in load.tiers},
+        }
         for name, load in sorted(loads.items())
     }

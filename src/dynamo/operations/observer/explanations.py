@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import msgspec
+from collections.abc import Mapping
+from typing import Any
 
 from dynamo.core.errors import WorkerDraining
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.collector.report import RoutingRecord
-from dynamo.telemetry.story import AttemptFacts, Candidate
+from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 MIN_SHOWN_WAIT_US = 1_000
 NOT_FAILURES = ("", "cancelled", WorkerDraining.code)
@@ -19,120 +17,69 @@ FALLBACK_BLOCK_TOKENS = 16
 """Block size for prompts whose blocks the policy did not look at."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """The result of a decision. `ttft_s` counts from the router and is None without a token;
-    `error` is an error code, "" after success or a client that read enough. `load`: requests at the
-    instance before this one."""
-
-    ttft_s: float | None
-    duration_s: float
-    cached_tokens: int
-    prompt_tokens: int
-    output_tokens: int
-    error: str = ""
-    load: int = 0
+SHOWN_FACTS = (
+    "choice", "worker", "mode", "view", "candidates", "prompt_blocks", "overlap_blocks",
+    "best_overlap_blocks", "harm_weight", "itl_slo_ms",
+)  # fmt: skip
+"""Facts of an attempt that an explanation has as they are. `harm_weight` is the price of a pause
+for answers, if it is steered by the target `itl_slo_ms`."""
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision in a readable form.
+def explain_attempt(story: EndedStory, router: str, facts: AttemptFacts) -> Mapping[str, Any]:
+    """Return a decision of the process `router` in a readable form, as JSON has it.
 
-    - `at`: Unix time. `router`: name of the process that chose.
-    - `prefill`: the worker that computes the prompt, if another one.
-    - `harm_weight`: the price of a pause for answers, if it is steered by the target `itl_slo_ms`.
-    - `costs`: candidates with every term of their cost, best first; empty where not kept.
-    - `why`: a sentence.
+    `at` is its Unix time, `prefill` the worker that computes the prompt, if another one. `costs`
+    are the candidates with every term of their cost, best first; empty where not kept. `why` is a
+    sentence. In `outcome`, `ttft_s` counts from the router and is None without a token, `error` is
+    "" after success or a client that read enough, and `load` counts the requests before this one.
     """
+    predicted = facts.predicted_us
+    return {
+        "request_id": story.request_id,
+        "model": story.model,
+        "at": story.wall_s + facts.placed_us / 1e6,
+        "router": router,
+        **{name: getattr(facts, name) for name in SHOWN_FACTS},
+        "prefill": facts.prefill_worker,
+        "waited_ms": facts.waited_us / 1e3,
+        "predicted_ttft_ms": None if predicted is None else predicted / 1e3,
+        "costs": facts.cost_table(),
+        "outcome": {
+            "ttft_s": _ttft_s(facts),
+            "duration_s": (facts.ended_us - facts.placed_us) / 1e6,
+            "cached_tokens": facts.cached_tokens,
+            "prompt_tokens": facts.prompt_tokens,
+            "output_tokens": facts.output_tokens,
+            "error": facts.error,
+            "load": facts.load,
+        },
+        "why": describe_decision(facts),
+    }
 
-    request_id: str
-    choice: int
-    model: str
-    at: float
-    router: str
-    worker: str
-    prefill: str = ""
-    mode: str
-    view: str
-    candidates: int
-    waited_ms: float
-    prompt_blocks: int
-    overlap_blocks: int
-    best_overlap_blocks: int
-    predicted_ttft_ms: float | None
-    harm_weight: float | None = None
-    itl_slo_ms: float = 0.0
-    costs: Sequence[Candidate]
-    outcome: Outcome
-    why: str
 
-
-class DecidedAttempt(NamedTuple):
-    """An attempt with what its story says of it; `router` is the process that chose."""
-
-    request_id: str
-    model: str
-    wall_s: float
-    router: str
-    facts: AttemptFacts
-
-    def explain(self) -> Explanation:
-        """Return the explanation."""
-        facts = self.facts
-        predicted = facts.predicted_us
-        return Explanation(
-            request_id=self.request_id,
-            choice=facts.choice,
-            model=self.model,
-            at=self.wall_s + facts.placed_us / 1e6,
-            router=self.router,
-            worker=facts.worker,
-            prefill=facts.prefill_worker,
-            mode=facts.mode,
-            view=facts.view,
-            candidates=facts.candidates,
-            waited_ms=facts.waited_us / 1e3,
-            prompt_blocks=facts.prompt_blocks,
-            overlap_blocks=facts.overlap_blocks,
-            best_overlap_blocks=facts.best_overlap_blocks,
-            predicted_ttft_ms=None if predicted is None else predicted / 1e3,
-            harm_weight=facts.harm_weight,
-            itl_slo_ms=facts.itl_slo_ms,
-            costs=facts.cost_table(),
-            outcome=Outcome(
-                ttft_s=_ttft_s(facts),
-                duration_s=(facts.ended_us - facts.placed_us) / 1e6,
-                cached_tokens=facts.cached_tokens,
-                prompt_tokens=facts.prompt_tokens,
-                output_tokens=facts.output_tokens,
-                error=facts.error,
-                load=facts.load,
-            ),
-            why=describe_decision(facts),
-        )
-
-    def routing_record(self) -> RoutingRecord:
-        """Return the record for the collector."""
-        facts = self.facts
-        blocks, tokens = facts.prompt_blocks, facts.prompt_tokens
-        cached = facts.cached_tokens / tokens if tokens else 0.0
-        seen, predicted = facts.seen_blocks, facts.predicted_us
-        return RoutingRecord(
-            self.wall_s + facts.ended_us / 1e6,
-            self.request_id,
-            facts.worker,
-            cache_hit_ratio=facts.overlap_blocks / blocks if blocks else cached,
-            decision_latency=facts.waited_us / 1e6,
-            worker_load=facts.load,
-            queue_length=facts.queue_length,
-            prompt_blocks=blocks or tokens // FALLBACK_BLOCK_TOKENS,
-            reachable_ratio=facts.best_overlap_blocks / blocks if blocks else None,
-            seen_ratio=seen / blocks if blocks and seen is not None else None,
-            achieved_ratio=cached,
-            view=facts.view,
-            ttft_s=_ttft_s(facts),
-            predicted_ttft_s=None if predicted is None else predicted / 1e6,
-            output_tokens=facts.output_tokens,
-            failed=facts.error not in NOT_FAILURES,
-        )
+def routing_record(story: EndedStory, facts: AttemptFacts) -> RoutingRecord:
+    """Return an attempt as a record for the collector."""
+    blocks, tokens = facts.prompt_blocks, facts.prompt_tokens
+    cached = facts.cached_tokens / tokens if tokens else 0.0
+    seen, predicted = facts.seen_blocks, facts.predicted_us
+    return RoutingRecord(
+        story.wall_s + facts.ended_us / 1e6,
+        story.request_id,
+        facts.worker,
+        cache_hit_ratio=facts.overlap_blocks / blocks if blocks else cached,
+        decision_latency=facts.waited_us / 1e6,
+        worker_load=facts.load,
+        queue_length=facts.queue_length,
+        prompt_blocks=blocks or tokens // FALLBACK_BLOCK_TOKENS,
+        reachable_ratio=facts.best_overlap_blocks / blocks if blocks else None,
+        seen_ratio=seen / blocks if blocks and seen is not None else None,
+        achieved_ratio=cached,
+        view=facts.view,
+        ttft_s=_ttft_s(facts),
+        predicted_ttft_s=None if predicted is None else predicted / 1e6,
+        output_tokens=facts.output_tokens,
+        failed=facts.error not in NOT_FAILURES,
+    )
 
 
 def _ttft_s(facts: AttemptFacts) -> float | None:

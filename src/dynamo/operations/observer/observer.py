@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import NotFound, StoreUnavailable
 from dynamo.core.kv_events import split_worker_name
 from dynamo.core.values import Load
-from dynamo.operations.observer.activity import (
-    KEPT_S,
-    Activity,
-    PaceRecorder,
-    SlowRequest,
-    show_workers,
-)
+from dynamo.operations.observer.activity import KEPT_S, PaceRecorder, show_workers
 from dynamo.operations.observer.cache_misses import explain_misses
-from dynamo.operations.observer.causes import Cause
-from dynamo.operations.observer.explanations import DecidedAttempt, Explanation
+from dynamo.operations.observer.explanations import explain_attempt, routing_record
+from dynamo.operations.observer.shown import show_slow, show_story
 from dynamo.operations.observer.slo_books import SloBooks, SloReport
-from dynamo.operations.observer.stages import StageTime, find_stages, slowest_attempts
 from dynamo.operations.observer.stories import KeptStory, StoryStore
 from dynamo.operations.observer.surroundings import MAX_PAUSES, Surroundings, TypicalTimes
 from dynamo.operations.observer.timeline import (
@@ -37,7 +29,7 @@ from dynamo.operations.observer.timeline import (
 from dynamo.operations.observer.verdict import RequestVerdict, judge
 from dynamo.scheduling.router.collector.collector import DecisionCollector, PerformanceReport
 from dynamo.telemetry.slo import FAILED
-from dynamo.telemetry.story import EndedStory, ProcessSample, RouterChoice, StoryBatch
+from dynamo.telemetry.story import AttemptFacts, ProcessSample, RouterChoice, StoryBatch
 
 MAX_RECENT_REQUESTS = 50
 MAX_LISTED = 200
@@ -52,69 +44,6 @@ SLOW_S, MAX_SLOW_SHOWN = 300.0, 20
 MAX_BROKEN, MAX_JUDGED = 5_000, 200
 USUAL = "usual for the model"
 """The cause of a request that took no longer than others."""
-
-
-class ShownStage(msgspec.Struct, frozen=True):
-    """A stage of a request: `seconds` from `at`, of attempt `attempt` at `worker`."""
-
-    stage: str
-    at: float
-    seconds: float
-    attempt: int | None = None
-    worker: str = ""
-
-
-class ShownAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt of the choice that ended last; `times` are the worker's (`WorkerTimes`), with its
-    names. None: nobody knows."""
-
-    worker: str
-    prefill_worker: str = ""
-    at: float
-    first_token: float | None
-    seconds: float
-    error: str | None = None
-    reason: str = ""
-    resumed_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    predicted_ttft: float | None = None
-    times: dict[str, Any] = {}
-
-
-class ShownStory(msgspec.Struct, frozen=True, kw_only=True):
-    """A story for people and programs; times in seconds. `missed`: why the rest of the prompt was
-    not cached."""
-
-    request_id: str
-    client_id: str
-    trace_id: str
-    path: str
-    model: str
-    process: str
-    at: float
-    seconds: float
-    ttft: float | None
-    longest_gap: float
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    missed: str
-    end: str
-    verdict: str
-    causes: Sequence[Cause]
-    stages: Sequence[ShownStage]
-    attempts: Sequence[ShownAttempt]
-
-
-class CauseGroup(msgspec.Struct, frozen=True):
-    """The requests with the same first cause: how many, what it cost in all, and the worst one."""
-
-    cause: str
-    requests: int
-    seconds: float
-    workers: dict[str, int]
-    worst: ShownStory
 
 
 class DeploymentObserver:
@@ -182,8 +111,8 @@ class DeploymentObserver:
         self._known.add_answers(story)
         for attempt in story.attempts:
             self._routed[attempt.worker] += 1
-        for decided in self._decided(entry):
-            self.collector.record(decided.routing_record())
+        for _, facts in self._decided(entry):
+            self.collector.record(routing_record(story, facts))
         if story.attempts and story.prompt_mark:
             key = story.model, story.prompt_mark
             entries = self._marks.setdefault(key, deque(maxlen=WORKERS_PER_MARK))
@@ -192,19 +121,15 @@ class DeploymentObserver:
             if len(self._marks) > MAX_MARKS:
                 self._marks.popitem(last=False)
 
-    def _decided(self, entry: KeptStory) -> list[DecidedAttempt]:
-        """Return the attempts of a story. Where a router process has chosen, it tells the costs."""
-        story, decided = entry.story, []
-        for facts in story.attempts:
-            router, attempt = entry.process, facts
-            chosen = self._choices.get((story.request_id, facts.choice, facts.worker))
-            if chosen is not None and not facts.costs:
-                router, choice = chosen
-                attempt = replace(facts, costs=choice.attempt.costs)
-            decided.append(
-                DecidedAttempt(story.request_id, story.model, story.wall_s, router, attempt)
-            )
-        return decided
+    def _decided(self, entry: KeptStory) -> Iterator[tuple[str, AttemptFacts]]:
+        """Yield each attempt with the process that chose, which tells the costs."""
+        for facts in entry.story.attempts:
+            key = entry.story.request_id, facts.choice, facts.worker
+            router, choice = self._choices.get(key, (entry.process, None))
+            if choice is None or facts.costs:
+                yield entry.process, facts
+            else:
+                yield router, replace(facts, costs=choice.attempt.costs)
 
     def sample(self, loads: dict[str, Load]) -> None:
         """Add a sample of all workers. `loads`: their last reports."""
@@ -225,38 +150,32 @@ class DeploymentObserver:
         at = float(round(self._clock.wall()))
         self._timeline.record(at, workers, loads, sent, views=views, waiting=self._waiting)
 
-    def show_activity(self, seconds: float) -> Activity:
+    def show_activity(self, seconds: float) -> Mapping[str, Any]:
         """Return what the deployment does now, with the pace of the last `seconds` and the slowest
-        requests of the last minutes."""
+        requests of the last minutes. `waiting`: requests held in its routers."""
         now = self._clock.wall()
         recent = self.stories.select(lambda entry: entry.story.wall_s >= now - SLOW_S)
         recent.sort(key=lambda entry: (entry.story.slo < FAILED, -entry.story.ended_us))
         pace = self._pace.show(now, min(KEPT_S, max(1, int(seconds))))
-        slow = [self._show_slow(entry) for entry in recent[:MAX_SLOW_SHOWN]]
-        workers = show_workers(self._loads, self._routed, self._views)
-        return Activity(now, self._waiting, workers, pace, slow)
+        return {
+            "at": now,
+            "waiting": self._waiting,
+            "workers": show_workers(self._loads, self._routed, self._views),
+            "pace": pace,
+            "slow": [show_slow(entry, self._judge(entry)) for entry in recent[:MAX_SLOW_SHOWN]],
+        }
 
-    def _show_slow(self, entry: KeptStory) -> SlowRequest:
-        story = entry.story
-        attempts = slowest_attempts(story)
-        return SlowRequest(
-            story.request_id,
-            story.client_id,
-            story.wall_s,
-            story.ended_us / 1e6,
-            _seconds(story.first_us),
-            attempts[-1].worker if attempts else "",
-            story.end,
-            self._judge(entry).text,
-        )
-
-    async def explain(self, request_id: str) -> list[Explanation]:
+    def explain(self, request_id: str) -> list[Mapping[str, Any]]:
         """Return the decisions for a request, oldest first; "" stands for the latest requests."""
-        if not request_id:
-            latest = self.stories.all()[:MAX_RECENT_REQUESTS]
-            return [each.explain() for entry in latest[::-1] for each in self._decided(entry)]
-        stories = self.stories.find(request_id)[:1]
-        return [each.explain() for entry in stories for each in self._decided(entry)]
+        if request_id:
+            entries = self.stories.find(request_id)[:1]
+        else:
+            entries = self.stories.all()[:MAX_RECENT_REQUESTS][::-1]
+        return [
+            explain_attempt(entry.story, router, facts)
+            for entry in entries
+            for router, facts in self._decided(entry)
+        ]
 
     async def report(self, seconds: float | None = None) -> PerformanceReport:
         """Return a report on the last `seconds`, or on all records."""
@@ -271,7 +190,7 @@ class DeploymentObserver:
         read = self._timeline.samples_since
         return await self._clock.offload(lambda: series_by_worker(read(after), worker, columns))
 
-    def find(self, name: str, *, maybe: bool = False) -> list[ShownStory]:
+    def find(self, name: str, *, maybe: bool = False) -> list[Mapping[str, Any]]:
         """Return the stories of a request id, the client's or ours, or of a trace. Raises
         `NotFound` unless there are `maybe` none."""
         stories = self.stories.find(name)
@@ -286,7 +205,7 @@ class DeploymentObserver:
 
     def list_stories(
         self, slow: float = 0.0, *, failed: bool = False, worker: str = "", limit: int = MAX_LISTED
-    ) -> list[ShownStory]:
+    ) -> list[Mapping[str, Any]]:
         """Return the newest stories, at most `limit`: those of at least `slow` seconds, those that
         `failed`, those that were at `worker`, by its id or name."""
 
@@ -302,17 +221,29 @@ class DeploymentObserver:
 
         return [self._show(entry) for entry in self.stories.select(is_wanted)[:limit]]
 
-    def group_causes(self, seconds: float = HOUR_S) -> list[CauseGroup]:
-        """Return the late and failed requests of the last `seconds`, grouped by cause, the most
-        expensive group first."""
+    def group_causes(self, seconds: float = HOUR_S) -> list[Mapping[str, Any]]:
+        """Return the late and failed requests of the last `seconds`, grouped by first cause, the
+        most expensive group first: how many, what they cost in all, and the worst one."""
         since = self._clock.wall() - seconds
         groups: dict[str, list[tuple[RequestVerdict, KeptStory]]] = {}
         for entry in self.stories.select(lambda entry: entry.story.wall_s >= since):
             verdict = self._judge(entry)
             if verdict.cause:
                 groups.setdefault(verdict.cause, []).append((verdict, entry))
-        shown = [self._group(cause, members) for cause, members in groups.items()]
-        return sorted(shown, key=lambda group: (-group.seconds, -group.requests))
+        shown = []
+        for cause, members in groups.items():
+            firsts = [verdict.causes[0] for verdict, _ in members]
+            workers = Counter(first.worker for first in firsts if first.worker)
+            _, worst = max(members, key=lambda member: member[0].causes[0].us)
+            group = {
+                "cause": cause,
+                "requests": len(members),
+                "seconds": sum(first.us for first in firsts) / 1e6,
+                "workers": dict(workers.most_common()),
+                "worst": self._show(worst),
+            }
+            shown.append(group)
+        return sorted(shown, key=lambda group: (-group["seconds"], -group["requests"]))
 
     def find_causes(self) -> None:
         """Note the causes of requests that broke a promise, at most so many at a time. By now, the
@@ -327,73 +258,14 @@ class DeploymentObserver:
         self.find_causes()
         return await self._clock.offload(self.slo_books.report, *self.promise)
 
-    def _group(self, cause: str, members: Sequence[tuple[RequestVerdict, KeptStory]]) -> CauseGroup:
-        workers = Counter(verdict.causes[0].worker for verdict, _ in members)
-        del workers[""]
-        _, worst = max(members, key=lambda member: member[0].causes[0].us)
-        seconds = sum(verdict.causes[0].us for verdict, _ in members) / 1e6
-        return CauseGroup(
-            cause, len(members), seconds, dict(workers.most_common()), self._show(worst)
-        )
-
     def _judge(self, entry: KeptStory) -> RequestVerdict:
-        attempts = [decided.facts for decided in self._decided(entry)]
-        story = replace(entry.story, attempts=attempts)
+        story = replace(entry.story, attempts=[facts for _, facts in self._decided(entry)])
         return judge(story, entry.process, self._typical, self._known)
 
-    def _show(self, entry: KeptStory) -> ShownStory:
-        story, verdict = entry.story, self._judge(entry)
-        missed = explain_misses(story, self._known.marks)
-        attempts = slowest_attempts(story)
-        return ShownStory(
-            request_id=story.request_id,
-            client_id=story.client_id,
-            trace_id=story.trace,
-            path=story.path,
-            model=story.model,
-            process=entry.process,
-            at=story.wall_s,
-            seconds=story.ended_us / 1e6,
-            ttft=_seconds(story.first_us),
-            longest_gap=story.gap_us / 1e6,
-            prompt_tokens=story.prompt_tokens,
-            cached_tokens=story.cached_tokens,
-            output_tokens=story.output_tokens,
-            missed="" if missed is None else f"{missed.name}: {missed.reason}",
-            end=story.end,
-            verdict=verdict.text,
-            causes=verdict.causes,
-            stages=[_show_stage(stage, story) for stage in find_stages(story)],
-            attempts=[
-                ShownAttempt(
-                    worker=each.worker,
-                    prefill_worker=each.prefill_worker,
-                    at=each.placed_us / 1e6,
-                    first_token=_seconds(each.first_us),
-                    seconds=(each.ended_us - each.placed_us) / 1e6,
-                    error=each.error or None,
-                    reason=each.reason,
-                    resumed_tokens=each.resumed,
-                    cached_tokens=each.cached_tokens,
-                    prompt_tokens=each.prompt_tokens,
-                    predicted_ttft=_seconds(each.predicted_us),
-                    times={} if each.times is None else asdict(each.times),
-                )
-                for each in attempts
-            ],
-        )
+    def _show(self, entry: KeptStory) -> Mapping[str, Any]:
+        missed = explain_misses(entry.story, self._known.marks)
+        return show_story(entry, self._judge(entry), missed)
 
 
 def _no_file() -> Path:
     raise StoreUnavailable("no file for the counts of requests is set")
-
-
-def _seconds(us: int | None) -> float | None:
-    return None if us is None else us / 1e6
-
-
-def _show_stage(stage: StageTime, story: EndedStory) -> ShownStage:
-    worker = ""
-    if stage.attempt is not None and stage.name not in ("place", "deliver"):
-        worker = slowest_attempts(story)[stage.attempt].worker
-    return ShownStage(stage.name, stage.began_us / 1e6, stage.us / 1e6, stage.attempt, worker)

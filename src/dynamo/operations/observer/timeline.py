@@ -23,7 +23,7 @@ MAX_WORKER_SAMPLES = 24_000
 VIEWS = ("", "exact", "stale", "approximate", NO_PREFIX_CACHE)
 """Cache views by their number in samples, best first."""
 LOAD_COLUMNS = (
-    "cached_blocks", "active_blocks", "total_blocks", "running", "waiting", "prefill_tokens",
+    "running", "waiting", "prefill_tokens", "active_blocks", "cached_blocks", "total_blocks",
 )  # fmt: skip
 """Columns of `Load`."""
 COUNT_COLUMNS = ("sent", "routed")

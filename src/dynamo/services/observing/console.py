@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
 from dynamo.core.errors import Forbidden, ModelNotReady, NotFound, StoreUnavailable
 from dynamo.core.host.pids import age_s
@@ -43,8 +42,8 @@ class DeploymentConsole:
         self._read_at_s = self._reported_at_s = float("-inf")
 
     async def show_deployment(self) -> Mapping[str, Any]:
-        """Return the deployment: its processes, the observer's `Activity`, alerts and reports. A
-        worker is a row, the values of `WorkerActivity`."""
+        """Return the deployment: its processes, activity, alerts and reports. A worker is a row,
+        the values that `show_workers` has by name."""
         clock, observer = self._runtime.clock, self._observer
         if clock.now() - self._read_at_s >= FRESH_S:
             self._read_at_s = clock.now()
@@ -59,12 +58,9 @@ class DeploymentConsole:
         activity = observer.show_activity(PACE_S)
         return {
             "deployment": self._deployment.id,
-            "at": activity.at,
             "processes": self._processes,
-            "workers": {name: astuple(worker) for name, worker in activity.workers.items()},
-            "waiting": activity.waiting,
-            "pace": activity.pace,
-            "slow": activity.slow,
+            **activity,
+            "workers": {name: [*each.values()] for name, each in activity["workers"].items()},
             "stories": observer.received,
             "alerts": self._alerts,
             **self._reports,

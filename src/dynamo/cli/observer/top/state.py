@@ -49,8 +49,8 @@ class WorkerRow(msgspec.Struct, kw_only=True):
 
 
 class TopState(msgspec.Struct, kw_only=True):
-    """A deployment at one time. `reason`: why nothing newer is known. `pace`: `Pace` of the
-    observer; `slow`: `SlowRequest`; `alerts`: active ones."""
+    """A deployment at one time, with `pace` and `slow` of the observer's `show_activity`. `reason`:
+    why nothing newer is known. `alerts`: active ones."""
 
     deployment: str
     at: float = 0.0
