@@ -150,6 +150,10 @@ class Deployment(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
             if self.live_processes():  # also removes the records of killed processes
                 return
+            folders = [self.folder / name for name in (RECORDS_FOLDER, DISCOVERY_FOLDER)]
+            if not any(folder.exists() for folder in folders):
+                self.folder.rmdir()  # fails if there are counts of requests or answers
+                return
             from dynamo.communication.discovery.folder import remove_dead_leases
             from dynamo.communication.discovery.folder_secret import remove_unused_secret
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -161,6 +162,21 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
     )
 
     assert completed.stderr.strip() == "[]"
+
+
+def test_what_old_deployments_left_loads_no_plane(tmp_path: Path) -> None:
+    folder = tmp_path / "dynamo" / "http-8000"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "slo.sqlite").touch()
+    (tmp_path / "dynamo").chmod(0o700)
+    program = (
+        "import sys; from dynamo.runtime.deployment import live_deployments\n"
+        "print(live_deployments(), 'asyncio' in sys.modules)"
+    )
+    environ = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert completed.stdout == "[] False\n"
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

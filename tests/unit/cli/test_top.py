@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import curses
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -193,6 +194,44 @@ class TypedKeys:
 
     def timeout(self, _: int) -> None:
         pass
+
+
+class SmallWindow(TypedKeys):
+    """A window that keeps the frames that it has shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.frames: list[list[str]] = []
+
+    def getmaxyx(self) -> tuple[int, int]:
+        return 24, 80
+
+    def erase(self) -> None:
+        self.frames.append([])
+
+    def addstr(self, _row: int, _column: int, text: str, _style: int) -> None:
+        self.frames[-1].append(text)
+
+    def refresh(self) -> None:
+        pass
+
+
+def test_the_first_frame_has_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, client = make_reader()
+    read = client.activity
+
+    def read_slowly(seconds: int) -> Any:
+        time.sleep(0.02)
+        return read(seconds)
+
+    window = SmallWindow("q")
+    monkeypatch.setattr(client, "activity", read_slowly)
+    monkeypatch.setattr(curses, "wrapper", lambda show: show(window))
+    monkeypatch.setattr(curses, "has_colors", lambda: False)
+    monkeypatch.setattr(curses, "curs_set", lambda _: None)
+    TopScreen(reader, 1.0).run()
+    (frame,) = window.frames
+    assert any(line.startswith("worker-2") for line in frame)
 
 
 def test_the_bytes_of_an_unknown_key_are_not_an_escape() -> None:

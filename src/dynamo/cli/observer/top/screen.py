@@ -25,6 +25,8 @@ from dynamo.cli.ps import format_age
 from dynamo.core.errors import DynamoError
 
 KEY_WAIT_MS = 200
+FIRST_WAIT_S = 0.4
+"""So long the first frame waits for the deployment's answer."""
 PAGE_LINES = 10
 ESCAPE_DELAY_MS = 25
 ASCII_BARS = " .:-=+*#@"
@@ -96,6 +98,8 @@ class TopScreen:
         with suppress(curses.error):
             curses.curs_set(0)
         screen.timeout(KEY_WAIT_MS)
+        self._changed.wait(FIRST_WAIT_S)
+        self._changed.clear()
         self._paint(screen, styles)
         while True:
             key = read_key(screen)
