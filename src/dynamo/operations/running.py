@@ -15,7 +15,7 @@ import msgspec
 from dynamo.runtime.deployment import ProcessRecord
 
 STATUS_TIMEOUT_S = 2.0
-MAX_THREADS = 32
+MAX_THREADS = 256
 LOAD_METRICS = (
     ("dynamo_worker_running_requests", "dynamo_worker_waiting_requests"),
     ("dynamo_frontend_inflight_requests", "dynamo_frontend_queued_requests"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.support.http_threads import serving
 
 from dynamo.cli.ps import format_age
 from dynamo.operations.doctor.checks import Finding
 from dynamo.operations.doctor.deployment import check_readings
-from dynamo.operations.running import ProcessReading, read_processes
+from dynamo.operations.running import STATUS_TIMEOUT_S, ProcessReading, read_processes
 from dynamo.runtime.deployment import ProcessRecord
 
 HEALTH = {"version": "1.0", "config": "a1", "reasons": {}, "planes": {"events": "nats://h"}}
@@ -83,6 +86,33 @@ def test_a_process_without_an_answer_has_the_reason() -> None:
     )
     (reading,) = read_processes([record])
     assert "http://127.0.0.1:9 does not answer" in reading.error
+
+
+def test_many_processes_are_read_at_once() -> None:
+    """A report waits for processes that stand still once, not once for each few of them."""
+    count = 40
+    everyone_asks = threading.Barrier(count)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            everyone_asks.wait(STATUS_TIMEOUT_S)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket.listen(count)
+    url = f"http://127.0.0.1:{server.server_port}"
+    records = [
+        ProcessRecord(deployment="d", role="worker", name=f"w{n}", pid=7, status_url=url)
+        for n in range(count)
+    ]
+    with serving(server):
+        readings = read_processes(records, metrics=False)
+    assert not [reading.error for reading in readings if reading.error]
 
 
 @pytest.mark.parametrize(
