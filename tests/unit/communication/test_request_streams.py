@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES, Item
-from dynamo.communication.requests.client_streams import CallSender, ClientStreams
+from dynamo.communication.requests.client_connection import ClientConnection, ClientStreams
 from dynamo.communication.requests.plane import FlowWindow
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.context import Context
@@ -20,7 +20,7 @@ CONTEXT = Context("r")
 END = 1 << 31
 
 
-class RecordingSender(CallSender):
+class RecordingSender(ClientConnection):
     """Records the frames that the caller sends."""
 
     def __init__(self) -> None:
