@@ -21,8 +21,7 @@ from dynamo.application.generation.deadlines import TIMEOUT_HEADER
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.generation.replies import keep_waiting
 from dynamo.application.large_bodies import LargeBodies
-from dynamo.application.messages.errors import ANTHROPIC_ERRORS
-from dynamo.application.messages.handler import MessagesHandler
+from dynamo.application.messages.handler import ANTHROPIC_ERRORS, MessagesHandler
 from dynamo.application.responses.handler import ResponsesHandler
 from dynamo.application.responses.store import ResponseStore
 from dynamo.application.routes import Route

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from dynamo.application.messages.errors import ANTHROPIC_ERRORS
+from dynamo.application.messages.handler import ANTHROPIC_ERRORS
 from dynamo.core.errors import ContextLengthExceeded
 
 LOOK = {"name": "look", "input_schema": {"type": "object"}}

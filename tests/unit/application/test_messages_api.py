@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.messages.errors import ANTHROPIC_ERRORS
+from dynamo.application.messages.handler import ANTHROPIC_ERRORS
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded, WorkerFailed
 from dynamo.core.text import (
