@@ -9,9 +9,8 @@ from tests.support.engine_cache import STYLES, FakeEngineCache
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.values import BlocksCleared, KvEvent
-from dynamo.inference.engines.drift_check import MAX_REPAIRS, MAX_WRONG
 from dynamo.inference.engines.engine_events import decode_batch
-from dynamo.inference.engines.rank import ViewedRank
+from dynamo.inference.engines.rank import MAX_REPAIRS, MAX_WRONG, ViewedRank
 from dynamo.inference.worker_metrics import declare_kv_view_metrics
 from dynamo.telemetry.metrics import Registry
 
