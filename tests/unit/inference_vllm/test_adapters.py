@@ -13,8 +13,7 @@ from dynamo.core.errors import ConfigError, InvalidRequest, ModelNotFound, NotFo
 from dynamo.core.hashing import adapter_salt
 from dynamo.inference.engines.arguments import engine_arguments
 from dynamo.inference.engines.lora_adapters import parse_lora_modules
-from dynamo.inference.vllm.adapters import VllmAdapters
-from dynamo.inference.vllm.engine import VllmEngine
+from dynamo.inference.vllm.engine import VllmAdapters, VllmEngine
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TextReply
 from dynamo.core.values import EngineInfo, GenerateRequest, Started
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.vllm.adapters import VllmAdapters
+from dynamo.inference.vllm.engine import VllmAdapters
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from msgspec.structs import replace
 
+from dynamo.core.adapters import adapter_name
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, Overloaded, WorkerFailed
+from dynamo.core.errors import DynamoError, InvalidRequest, ModelNotFound, Overloaded, WorkerFailed
 from dynamo.core.timing.learner import TimingLearner
 from dynamo.core.timing.model import Counts
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
@@ -21,9 +23,8 @@ from dynamo.inference.engines.engine import (
     MultiprocessEngine,
 )
 from dynamo.inference.engines.event_reader import choose_loopback_endpoint
-from dynamo.inference.engines.lora_adapters import check_lora_modules
+from dynamo.inference.engines.lora_adapters import FolderAdapters, check_lora_modules
 from dynamo.inference.engines.rank import ViewedRank
-from dynamo.inference.vllm.adapters import VllmAdapters
 from dynamo.inference.vllm.kv_connector import (
     CONNECTOR_CONFIG,
     VllmKvConnector,
@@ -34,6 +35,46 @@ from dynamo.inference.vllm.requests import RequestTranslator, forward_output
 from dynamo.inference.vllm.startup import accepted, start_llm
 from dynamo.models.grammar.grammar_text import allows_token_ids
 from dynamo.telemetry.trace_context import exports_traces, trace_headers
+
+
+class VllmAdapters(FolderAdapters):
+    """The adapters that a started AsyncLLM has loaded. vLLM loads one again when it needs it and
+    has had to make room for others."""
+
+    def __init__(self, llm: Any, modules: Sequence[str] = ()) -> None:
+        super().__init__(modules)
+        self._llm = llm
+        self._requests: dict[str, Any] = {}
+        self._numbers = count(1)
+
+    def find(self, adapter: str) -> Any:
+        """Return vLLM's LoRARequest for an adapter's id. Raises `ModelNotFound`."""
+        request = self._requests.get(adapter)
+        if request is None:
+            raise ModelNotFound(
+                f"LoRA adapter {adapter_name(adapter)!r} is not loaded", param="model"
+            )
+        return request
+
+    async def load_weights(self, adapter: str, path: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        name = adapter_name(adapter)
+        request = LoRARequest(adapter, next(self._numbers), path)  # equal names are one in a batch
+        try:
+            loaded = await self._llm.add_lora(request)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:500]
+            raise InvalidRequest(
+                f"vLLM cannot load LoRA adapter {name!r} from {path}: {reason}", param="lora_path"
+            ) from error
+        if not loaded:
+            raise InvalidRequest(f"vLLM did not load LoRA adapter {name!r} from {path}")
+        self._requests[adapter] = request
+
+    async def unload_weights(self, adapter: str) -> None:
+        await self._llm.remove_lora(self._requests.pop(adapter).lora_int_id)
+
 
 FEATURES: tuple[Feature, ...] = (
     "logprobs",
