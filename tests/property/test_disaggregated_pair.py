@@ -11,7 +11,7 @@ from tests.unit.inference_disaggregation.pair import DirectPeer, Pair, make_requ
 
 from dynamo.core.errors import DynamoError
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill, PrefillPeer
-from dynamo.inference.mock.token_generator import MockTokenGenerator
+from dynamo.inference.mock.runner import MockTokenGenerator
 from dynamo.testing.fakes import CollectedReply
 
 VOCABULARY = range(100, 900)

@@ -17,7 +17,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
-from dynamo.inference.mock.token_generator import MockTokenGenerator
+from dynamo.inference.mock.runner import MockTokenGenerator
 
 GREEDY = SamplingParams(temperature=0.0)
 COMMON_PREFIXES = 20
