@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.services.test_plan import Front, plan_of, shape
 
+from dynamo.cli.inputs.temporary import temporary_settings
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -18,7 +19,6 @@ from dynamo.services.deployment.launch import (
     reserve_observer_port,
     with_observer_port,
 )
-from dynamo.services.deployment.temporary import temporary_settings
 from dynamo.services.observing.prometheus import warn_if_missing
 from dynamo.services.router import replica_index
 
