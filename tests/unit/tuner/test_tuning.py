@@ -19,7 +19,7 @@ from dynamo.operations.tuner.search import SettingSearch
 from dynamo.operations.tuner.tuner import AutoTuner
 from dynamo.operations.tuner.verdict import TrialVerdict
 from dynamo.services.planning.backtests import WorkerFacts
-from dynamo.services.planning.tuning import search_record
+from dynamo.services.planning.planner import search_record
 
 FACTS = WorkerFacts(Timing(10.0, 0.05, 0.05, 5e-5), EngineLimits(16, 200_000, 512), 10.0)
 
