@@ -12,8 +12,13 @@ import pytest
 from tests.unit.inference_disaggregation.pair import make_request
 from tests.unit.inference_tiers.blocks import ManualClock
 
-from dynamo.cli.workers.kv import format_bytes, format_tiers_json, format_tiers_table, run
-from dynamo.cli.workers.pinned_prompt import describe_pin
+from dynamo.cli.workers.kv import (
+    describe_pin,
+    format_bytes,
+    format_tiers_json,
+    format_tiers_table,
+    run,
+)
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InvalidRequest, NotFound, ProtocolError
