@@ -9,8 +9,8 @@ from tests.unit.inference_tiers.blocks import Memory, OpenDisk, OpenRemote, load
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
-from dynamo.inference.tiers import announcements
-from dynamo.inference.tiers.announcements import TierAnnouncements
+from dynamo.inference.tiers import kv_tiers
+from dynamo.inference.tiers.kv_tiers import TierAnnouncements
 from dynamo.inference.tiers.memory_tier import MemoryTier
 from dynamo.inference.tiers.object_store import ObjectStore
 from dynamo.inference.tiers.tier import KvTier
@@ -114,8 +114,8 @@ class Listener:
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcements, "SLICE_BLOCKS", 4)
-    monkeypatch.setattr(announcements, "SNAPSHOT_BLOCKS", 8)
+    monkeypatch.setattr(kv_tiers, "SLICE_BLOCKS", 4)
+    monkeypatch.setattr(kv_tiers, "SNAPSHOT_BLOCKS", 8)
 
 
 async def test_large_tiers_are_announced_in_slices(open_tier: OpenDisk, small_slices: None) -> None:
