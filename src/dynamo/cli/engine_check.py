@@ -23,11 +23,7 @@ def check_engines(
     a role that it lacks, and `Unsupported` for an engine that does not exist.
     """
     from dynamo.core.plugins import ENGINES
-    from dynamo.inference.engines.arguments import (
-        check_roles,
-        engine_arguments,
-        explain_arguments,
-    )
+    from dynamo.inference.engines.arguments import check_roles, engine_arguments, explain_arguments
     from dynamo.inference.engines.packages import MissingPackage, check_engine_package
 
     notes: dict[str, None] = {}

@@ -10,14 +10,7 @@ from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.reply import Engine, Reply
-from dynamo.core.values import (
-    EngineInfo,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    Load,
-    Started,
-)
+from dynamo.core.values import EngineInfo, Finish, FinishReason, GenerateRequest, Load, Started
 from dynamo.inference.engines.answer import check_prompt
 
 if TYPE_CHECKING:

@@ -15,13 +15,7 @@ from dynamo.core.features import GRAMMAR_FEATURES
 from dynamo.core.reply import LoraAdapters, Reply
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.timing.worker_times import SequenceTimes
-from dynamo.core.values import (
-    EngineInfo,
-    EngineTotals,
-    GenerateRequest,
-    KvEvent,
-    Load,
-)
+from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, KvEvent, Load
 from dynamo.inference.arrivals import EngineArrivals
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import EvictionPolicy

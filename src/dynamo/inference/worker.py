@@ -19,11 +19,7 @@ from dynamo.core.codec import decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.features import required_features
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.kv_events import (
-    LOAD_METRICS_SUBJECT,
-    encode_kv_event_payloads,
-    model_subject,
-)
+from dynamo.core.kv_events import LOAD_METRICS_SUBJECT, encode_kv_event_payloads, model_subject
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine, EngineRank, LoraAdapters
 from dynamo.core.tasks import BackgroundTasks, run_all

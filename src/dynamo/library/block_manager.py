@@ -27,11 +27,7 @@ from dynamo.core.values import Tier, read_field
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import TokenContent
 from dynamo.inference.tiers.tier import KvTier
-from dynamo.library.cache_policy import (
-    AccessPatternAnalyzer,
-    HitPattern,
-    LRUCachePolicy,
-)
+from dynamo.library.cache_policy import AccessPatternAnalyzer, HitPattern, LRUCachePolicy
 from dynamo.library.lower_tiers import STAGING_SLOTS, HeldBlock, LowerTiers
 from dynamo.library.memory_tiers import (
     DEFAULT_DISK_BYTES,

@@ -21,11 +21,7 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.component import Component
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.alternatives import composite_terms, latency_score
-from dynamo.scheduling.router.selectors import (
-    DefaultWorkerSelector,
-    WorkerScore,
-    WorkerSelector,
-)
+from dynamo.scheduling.router.selectors import DefaultWorkerSelector, WorkerScore, WorkerSelector
 from dynamo.scheduling.workers.ledger import NOT_SENT, Ledger
 from dynamo.scheduling.workers.load_view import LoadView
 from dynamo.scheduling.workers.prompt import Prompt

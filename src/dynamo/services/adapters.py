@@ -12,13 +12,7 @@ from dynamo.application import Gateway, ServedModel
 from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, AdapterOrder, adapter_name, encode_order
 from dynamo.core.context import Context
-from dynamo.core.errors import (
-    DeadlineExceeded,
-    DynamoError,
-    InvalidRequest,
-    NotFound,
-    Unsupported,
-)
+from dynamo.core.errors import DeadlineExceeded, DynamoError, InvalidRequest, NotFound, Unsupported
 from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance

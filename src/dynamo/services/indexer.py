@@ -10,12 +10,7 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import ProtocolError
 from dynamo.core.hashing import unpack_hashes
-from dynamo.core.kv_events import (
-    KV_EVENTS_SUBJECT,
-    model_subject,
-    split_worker_name,
-    subject_model,
-)
+from dynamo.core.kv_events import KV_EVENTS_SUBJECT, model_subject, split_worker_name, subject_model
 from dynamo.core.settings.schema import Settings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.process import run_process

@@ -21,12 +21,7 @@ from dynamo.application.items import (
 from dynamo.core.errors import InternalError, SlowReader, TooLarge
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.text import (
-    AnswerEvent,
-    DecodedPromptToken,
-    TextFinish,
-    TextReply,
-)
+from dynamo.core.text import AnswerEvent, DecodedPromptToken, TextFinish, TextReply
 from dynamo.core.values import Started
 
 MAX_ENCODED_BYTES = 32 << 20

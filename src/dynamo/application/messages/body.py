@@ -9,10 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.application.messages.conversation import (
-    add_messages,
-    join_text,
-)
+from dynamo.application.messages.conversation import add_messages, join_text
 from dynamo.application.openai.chat import ChatParts, FieldNames
 from dynamo.application.openai.chat_messages import Conversation, check_parts
 from dynamo.application.openai.generation_body import (

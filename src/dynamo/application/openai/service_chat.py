@@ -7,13 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from dynamo.application.items import (
-    AnswerChoice,
-    AnswerItem,
-    ItemReply,
-    Logprobs,
-    UsageCounter,
-)
+from dynamo.application.items import AnswerChoice, AnswerItem, ItemReply, Logprobs, UsageCounter
 from dynamo.application.openai.body import invalid_field_error
 from dynamo.application.openai.chat import ChatBody, chat_parts, chat_request
 from dynamo.application.openai.structured import structured_output_fields

@@ -19,12 +19,7 @@ from dynamo.application.openai.generation_body import (
     check_size,
 )
 from dynamo.application.openai.tools import MAX_TOOLS
-from dynamo.application.responses.input_items import (
-    PREVIOUS,
-    Item,
-    ItemConversation,
-    check_items,
-)
+from dynamo.application.responses.input_items import PREVIOUS, Item, ItemConversation, check_items
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 

@@ -11,11 +11,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway
 from dynamo.application.generation.handler import GenerationHandler
 from dynamo.application.responses.background import BackgroundResponses
-from dynamo.application.responses.body import (
-    chat_parts,
-    read_conversation,
-    read_responses_body,
-)
+from dynamo.application.responses.body import chat_parts, read_conversation, read_responses_body
 from dynamo.application.responses.event_log import replay
 from dynamo.application.responses.input_items import Item, read_input
 from dynamo.application.responses.store import ResponseStore

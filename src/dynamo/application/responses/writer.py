@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from dynamo.application.items import (
-    AnswerItem,
-    ItemKind,
-    ItemWriter,
-    TokenLogprobs,
-    UsageCounter,
-)
+from dynamo.application.items import AnswerItem, ItemKind, ItemWriter, TokenLogprobs, UsageCounter
 from dynamo.application.openai.generation_body import TIER_PRIORITIES
 from dynamo.application.responses.body import ResponsesBody
 from dynamo.application.responses.input_items import Item

@@ -14,11 +14,7 @@ from msgspec.structs import replace
 
 from dynamo.cli.benchmark.replay_flags import parser
 from dynamo.cli.benchmark.replay_settings import summarize_router, summarize_settings
-from dynamo.cli.benchmark.report import (
-    ReplayProgress,
-    format_capacity_step,
-    format_replay_result,
-)
+from dynamo.cli.benchmark.report import ReplayProgress, format_capacity_step, format_replay_result
 from dynamo.cli.parsing import check_writable, write_file, write_json
 from dynamo.cli.progress_bar import ProgressBar
 from dynamo.cli.settings_flags import load_settings
@@ -115,11 +111,7 @@ class ReplayRuns:
 
     def _read_conversations(self, speed: float) -> tuple[Iterable[TraceConversation], int]:
         """Return the conversations, and the number of their requests."""
-        from dynamo.operations.replay.trace import (
-            ArrivalOptions,
-            make_synthetic_trace,
-            read_trace,
-        )
+        from dynamo.operations.replay.trace import ArrivalOptions, make_synthetic_trace, read_trace
 
         args = self._args
         arrivals = ArrivalOptions(speed, args.smear, args.seed)

@@ -10,13 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.cli.entry_points.flags import (
-    NO_EFFECT,
-    DynFlag,
-    add_flags,
-    read_flags,
-    translate,
-)
+from dynamo.cli.entry_points.flags import NO_EFFECT, DynFlag, add_flags, read_flags, translate
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SourcedValue

@@ -96,10 +96,7 @@ InputJob = Callable[[ProgressBar, DynamoConfig], Coroutine[Any, Any, int]]
 def run_in_deployment(settings: Settings, prefix: str, job: InputJob) -> int:
     """Run a deployment, whose name begins with `prefix`, until `job` is done. Return the exit code
     of the first that ends. Raises the errors of both."""
-    from dynamo.cli.inputs.temporary import (
-        run_with_temporary_deployment,
-        temporary_settings,
-    )
+    from dynamo.cli.inputs.temporary import run_with_temporary_deployment, temporary_settings
     from dynamo.services.model_store.preparation import make_preparation
     from dynamo.telemetry.logs import configure_logging
     from dynamo.telemetry.stderr import unblock_stderr

@@ -12,11 +12,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from dynamo.communication.directory import RecordChange, RecordWatch
 from dynamo.communication.discovery.change_queue import ChangeQueue
-from dynamo.communication.discovery.folder import (
-    MAX_RECORD_BYTES,
-    FolderLease,
-    prepare_root,
-)
+from dynamo.communication.discovery.folder import MAX_RECORD_BYTES, FolderLease, prepare_root
 from dynamo.communication.discovery.folder_poller import FolderPoller
 from dynamo.communication.discovery.folder_secret import keep_secret, open_secret
 from dynamo.communication.discovery.plane import Discovery

@@ -33,7 +33,6 @@ from dynamo.core.errors import (
 )
 from dynamo.core.shared_payload import SharedPayload
 
-
 SILENCE_QUERY_S: Final = 2.0
 """The server is asked about streams that were silent for one to two of these periods."""
 LARGE_PAYLOAD_BYTES: Final = 64 << 10

@@ -11,12 +11,7 @@ from functools import cache
 from threading import Event
 from typing import Final
 
-from dynamo.communication.transfer.region import (
-    CopyShared,
-    MemoryRegion,
-    SlotRead,
-    memory_offset,
-)
+from dynamo.communication.transfer.region import CopyShared, MemoryRegion, SlotRead, memory_offset
 from dynamo.core.errors import TransferFailed
 
 COPY_THREADS: Final = max(1, min(4, os.cpu_count() or 1))

@@ -21,12 +21,7 @@ from typing import Final
 
 from dynamo.communication.frames import HEADER
 from dynamo.communication.transfer.compression import ZSTD, compress, decompress
-from dynamo.communication.transfer.region import (
-    ANY_GENERATION,
-    MAX_READS,
-    MemoryRegion,
-    SlotRead,
-)
+from dynamo.communication.transfer.region import ANY_GENERATION, MAX_READS, MemoryRegion, SlotRead
 from dynamo.core.errors import ProtocolError, TransferFailed
 from dynamo.core.hashing import checksum
 

@@ -10,11 +10,7 @@ from dynamo.core.adapters import MODULES_KEY, parse_lora_modules
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cache import OFFLOAD_TARGETS, CacheSettings
-from dynamo.core.settings.schema_cluster import (
-    GroupCacheSettings,
-    WorkerGroupSettings,
-    override,
-)
+from dynamo.core.settings.schema_cluster import GroupCacheSettings, WorkerGroupSettings, override
 from dynamo.core.settings.schema_models import DEFAULT_KEEP_ALIVE_S, ModelSettings
 from dynamo.core.settings.schema_monitoring import CUSTOM_METRIC_SOURCES, CustomMetricSettings
 from dynamo.core.settings.schema_planner import PlannerSettings

@@ -16,11 +16,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkersSettings,
 )
 from dynamo.core.settings.schema_engine import EngineSettings
-from dynamo.core.settings.schema_models import (
-    ModelEntrySettings,
-    ModelSettings,
-    StoreSettings,
-)
+from dynamo.core.settings.schema_models import ModelEntrySettings, ModelSettings, StoreSettings
 from dynamo.core.settings.schema_monitoring import (
     AlertsSettings,
     LoggingSettings,

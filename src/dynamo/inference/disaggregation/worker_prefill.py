@@ -13,11 +13,7 @@ from dynamo.core.errors import InvalidRequest
 from dynamo.core.kv_events import worker_name
 from dynamo.core.tasks import wait_at_most
 from dynamo.core.values import ROLES_BY_NAME, GenerateRequest
-from dynamo.inference.disaggregation.messages import (
-    TRANSFER_KEY,
-    PrefillEncoder,
-    PrefillRequest,
-)
+from dynamo.inference.disaggregation.messages import TRANSFER_KEY, PrefillEncoder, PrefillRequest
 from dynamo.inference.disaggregation.peer_prefill import PeerPrefill
 from dynamo.inference.disaggregation.prefill_endpoint import Handover, compute_for_peer
 from dynamo.inference.disaggregation.prefill_peers import PeerCheck, PrefillPeers

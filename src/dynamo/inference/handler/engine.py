@@ -12,14 +12,7 @@ from dynamo.core.errors import WorkerFailed
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import (
-    EngineInfo,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    Load,
-    Started,
-)
+from dynamo.core.values import EngineInfo, Finish, FinishReason, GenerateRequest, Load, Started
 from dynamo.inference.handler.request import HandlerItem, handler_request
 from dynamo.runtime.compatibility.calls import CompatContext, pass_on
 

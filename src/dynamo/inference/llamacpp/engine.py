@@ -17,12 +17,7 @@ from dynamo.core.values import EngineInfo, EngineTotals, GenerateRequest, Load
 from dynamo.inference.engines.answer import check_prompt
 from dynamo.inference.llamacpp.answer import SlotAnswer
 from dynamo.inference.llamacpp.request import FEATURES, make_body
-from dynamo.inference.llamacpp.server import (
-    ServerSizes,
-    default_sampling,
-    open_server,
-    plan_sizes,
-)
+from dynamo.inference.llamacpp.server import ServerSizes, default_sampling, open_server, plan_sizes
 from dynamo.inference.llamacpp.slots import Slot, Slots
 
 if TYPE_CHECKING:

@@ -11,10 +11,7 @@ from dynamo.core.settings.schema_cache import NO_TIERS, CacheSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.model_runner import BlockShape, StepChunk, StepPlan, StepResult
-from dynamo.inference.native.engine_sizing import (
-    plan_engine_info,
-    usable_cores,
-)
+from dynamo.inference.native.engine_sizing import plan_engine_info, usable_cores
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
 from dynamo.inference.native.weights_runner import WeightsRunner
 from dynamo.inference.tiers.opening import memory_above_host, plan_host_blocks

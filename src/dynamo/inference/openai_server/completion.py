@@ -10,13 +10,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import MalformedAnswer
 from dynamo.core.reply import Reply
 from dynamo.core.text import split_cut_character
-from dynamo.core.values import (
-    EngineTotals,
-    Feature,
-    FinishReason,
-    GenerateRequest,
-    TokenLogprobs,
-)
+from dynamo.core.values import EngineTotals, Feature, FinishReason, GenerateRequest, TokenLogprobs
 from dynamo.inference.engines.parameters import (
     GUIDED_DECODING,
     FormTable,

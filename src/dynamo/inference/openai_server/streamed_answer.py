@@ -14,11 +14,7 @@ from dynamo.core.errors import MalformedAnswer, UpstreamFailed
 from dynamo.core.reply import Reply
 from dynamo.core.values import EngineTotals, FinishReason, GenerateRequest
 from dynamo.inference.engines.answer import ForeignAnswer
-from dynamo.inference.openai_server.foreign_chunk import (
-    ForeignChoice,
-    ForeignChunk,
-    decode_chunk,
-)
+from dynamo.inference.openai_server.foreign_chunk import ForeignChoice, ForeignChunk, decode_chunk
 from dynamo.inference.openai_server.foreign_values import (
     excerpt,
     read_count,

@@ -27,12 +27,7 @@ from dynamo.core.values import (
     GenerateRequest,
     StructuredOutput,
 )
-from dynamo.inference.engines.parameters import (
-    FormTable,
-    Parameter,
-    minus_one_for_none,
-    raw_json,
-)
+from dynamo.inference.engines.parameters import FormTable, Parameter, minus_one_for_none, raw_json
 from dynamo.inference.llamacpp.request import FORMS as LLAMACPP_FORMS
 from dynamo.inference.llamacpp.request import MAX_SEED
 from dynamo.inference.openai_server.completion import FORMS, TITLE

@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from dynamo.core.errors import (
-    Overloaded,
-)
+from dynamo.core.errors import Overloaded
 from dynamo.core.host.pids import start_ticks
 from dynamo.core.values import EngineInfo, Feature
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.engine import (
-    NEUTRAL_SAMPLING,
-    Computation,
-    MultiprocessEngine,
-)
-from dynamo.inference.engines.event_reader import (
-    choose_loopback_endpoint,
-)
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING, Computation, MultiprocessEngine
+from dynamo.inference.engines.event_reader import choose_loopback_endpoint
 from dynamo.inference.engines.packages import argument_names
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting

@@ -29,12 +29,7 @@ from dynamo.inference.block_pool import KvEventBuffer
 from dynamo.inference.tiers.block_table import Listing, RunTable
 from dynamo.inference.tiers.codecs import BlockCodec, CorruptBlock, ForeignBlock
 from dynamo.inference.tiers.copy_pool import CopyPool
-from dynamo.inference.tiers.object_store import (
-    TIMEOUT_S,
-    ObjectMissing,
-    ObjectStore,
-    StoreFailure,
-)
+from dynamo.inference.tiers.object_store import TIMEOUT_S, ObjectMissing, ObjectStore, StoreFailure
 from dynamo.inference.tiers.run_object import (
     FORMAT,
     MAX_HEADER_BYTES,

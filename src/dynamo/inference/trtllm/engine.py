@@ -14,11 +14,7 @@ from dynamo.core.host.pids import start_ticks
 from dynamo.core.values import EngineInfo, Feature, GenerateRequest
 from dynamo.inference.engines.answer import ForeignAnswer
 from dynamo.inference.engines.arguments import engine_arguments
-from dynamo.inference.engines.engine import (
-    NEUTRAL_SAMPLING,
-    Computation,
-    MultiprocessEngine,
-)
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING, Computation, MultiprocessEngine
 from dynamo.inference.engines.engine_events import PolledEventReader
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting

@@ -17,11 +17,7 @@ from dynamo.core.timing.learner import TimingLearner
 from dynamo.core.timing.model import Counts
 from dynamo.core.values import EngineInfo, EngineTotals, Feature, GenerateRequest
 from dynamo.inference.engines.arguments import engine_arguments, needs_connector
-from dynamo.inference.engines.engine import (
-    NEUTRAL_SAMPLING,
-    Computation,
-    MultiprocessEngine,
-)
+from dynamo.inference.engines.engine import NEUTRAL_SAMPLING, Computation, MultiprocessEngine
 from dynamo.inference.engines.event_reader import choose_loopback_endpoint
 from dynamo.inference.engines.lora_adapters import FolderAdapters, check_lora_modules
 from dynamo.inference.engines.rank import ViewedRank

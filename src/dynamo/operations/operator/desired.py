@@ -28,13 +28,7 @@ from dynamo.operations.operator.status import (
     why_not_ready,
 )
 from dynamo.operations.operator.updates import is_stuck, plan_restart, plan_step
-from dynamo.operations.operator.view import (
-    Desired,
-    GraphView,
-    Object,
-    Observed,
-    has_adapter,
-)
+from dynamo.operations.operator.view import Desired, GraphView, Object, Observed, has_adapter
 from dynamo.operations.operator.workloads import (
     DEPLOYMENT,
     SCALING_GROUP,

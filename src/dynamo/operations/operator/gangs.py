@@ -9,12 +9,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.operator.kinds import ComponentSpec, GraphSpec, TopologyConstraint
-from dynamo.operations.operator.names import (
-    COMPONENT_LABEL,
-    GANG_GATE,
-    GENERATION_LABEL,
-    bounded,
-)
+from dynamo.operations.operator.names import COMPONENT_LABEL, GANG_GATE, GENERATION_LABEL, bounded
 from dynamo.operations.operator.rules import NO_PODS
 from dynamo.operations.operator.status import is_ready, pods_of, time_value
 from dynamo.operations.operator.view import GraphView

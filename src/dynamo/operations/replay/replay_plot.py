@@ -6,11 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.operations.plotting import (
-    check_matplotlib,
-    make_panels,
-    plot_distribution,
-)
+from dynamo.operations.plotting import check_matplotlib, make_panels, plot_distribution
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.result import LoadPoint, ReplayResult
 

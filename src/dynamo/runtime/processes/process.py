@@ -45,10 +45,7 @@ from dynamo.runtime.processes.parent_pipe import (
 )
 from dynamo.runtime.processes.ports import add_port_owner
 from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process
-from dynamo.runtime.processes.process_record import (
-    ProcessRecordWriter,
-    process_key,
-)
+from dynamo.runtime.processes.process_record import ProcessRecordWriter, process_key
 from dynamo.runtime.processes.status import status_server_of
 from dynamo.runtime.supervisors import supervised_kind
 from dynamo.telemetry.log_output import open_log_output

@@ -12,11 +12,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_spec import ChildSpec
-from dynamo.runtime.processes.process_names import (
-    STANDBY_SUFFIX,
-    kind_of_process,
-    kind_of_spec,
-)
+from dynamo.runtime.processes.process_names import STANDBY_SUFFIX, kind_of_process, kind_of_spec
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,7 @@ from dynamo.core.errors import DynamoError, ModelUnavailable, Overloaded, PlaneU
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.models.downloads.fetch_counts import FETCHED, PEER
 from dynamo.models.downloads.fetching import SourceReader, offline_error, open_source
-from dynamo.models.downloads.sources import (
-    ModelSpec,
-    Source,
-    SourceUnavailable,
-    changed_error,
-)
+from dynamo.models.downloads.sources import ModelSpec, Source, SourceUnavailable, changed_error
 from dynamo.models.file_cache import ProgressCallback, ignore_progress
 from dynamo.models.shelf.manifest import Manifest
 from dynamo.models.shelf.partial import PartialModel, ShelfUnavailable

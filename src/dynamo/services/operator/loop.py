@@ -23,12 +23,7 @@ from dynamo.operations.operator.merge import own_path
 from dynamo.operations.operator.names import SCALING, bounded, object_name
 from dynamo.operations.operator.pods import PodOptions
 from dynamo.operations.operator.rules import check_graph, manifest_path, references
-from dynamo.operations.operator.scaling import (
-    COST,
-    ScalingHistory,
-    deletion_costs,
-    replica_fields,
-)
+from dynamo.operations.operator.scaling import COST, ScalingHistory, deletion_costs, replica_fields
 from dynamo.operations.operator.status import is_ready
 from dynamo.operations.operator.upgrade import Problem
 from dynamo.operations.operator.view import Desired, Observed

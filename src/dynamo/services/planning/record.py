@@ -20,12 +20,7 @@ from dynamo.core.host.private_folders import make_private
 from dynamo.core.settings.schema import RecordSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import state_roots
-from dynamo.scheduling.request_record import (
-    SALT_BYTES,
-    RecordMaker,
-    RequestFacts,
-    request_facts,
-)
+from dynamo.scheduling.request_record import SALT_BYTES, RecordMaker, RequestFacts, request_facts
 from dynamo.telemetry import Registry
 from dynamo.telemetry.story import Story
 

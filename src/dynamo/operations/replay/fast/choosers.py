@@ -20,12 +20,7 @@ from dynamo.operations.replay.fast.least_loaded import LeastLoadedCandidates
 from dynamo.operations.replay.fast.request import FastRequest, WorkerListener
 from dynamo.operations.replay.fast.worker import FastWorker
 from dynamo.runtime.calls.instances import Instance
-from dynamo.runtime.calls.load_balancing import (
-    MODES,
-    InstanceLoad,
-    LoadBalancer,
-    canonical_mode,
-)
+from dynamo.runtime.calls.load_balancing import MODES, InstanceLoad, LoadBalancer, canonical_mode
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.index.removed_blocks import RemovedBlocks
 from dynamo.scheduling.migration import ATTEMPT_STRIDE

@@ -26,12 +26,7 @@ from dynamo.scheduling.router.placement.candidates import (
     MakeShortlist,
     SelectWorker,
 )
-from dynamo.scheduling.router.placement.regret import (
-    RegretRow,
-    RegretStep,
-    SentBlocks,
-    workers_of,
-)
+from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep, SentBlocks, workers_of
 from dynamo.scheduling.router.policy import CandidateTable
 from dynamo.scheduling.router.queue import PendingRequest, PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.tier_loads import plan_loads, reserve_load
