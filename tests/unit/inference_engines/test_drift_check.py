@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -39,20 +40,20 @@ def test_right_predictions_are_only_counted() -> None:
     view, _ = make_view()
     for _ in range(100):
         answer(view, 64)
-    assert view.drift.counts == {"checked": 100}
+    assert view.drift.counts == Counter({"checked": 100})
 
 
 def test_unknown_cached_tokens_are_not_checked() -> None:
     view, _ = make_view()
     answer(view, None)
-    assert view.drift.counts == {}
+    assert view.drift.counts == Counter({})
 
 
 def test_wrong_predictions_rebuild_the_view() -> None:
     view, events = make_view()
     for _ in range(MAX_WRONG):
         answer(view, 0)
-    assert view.drift.counts == {"checked": 3, "too_high": 3, "repairs": 1}
+    assert view.drift.counts == Counter({"checked": 3, "too_high": 3, "repairs": 1})
     assert events[-1] == BlocksCleared()
     assert len(view.blocks) == 0
     answer(view, 0)
@@ -79,7 +80,7 @@ def test_blocks_that_leave_while_a_request_runs_are_no_error() -> None:
     )
     fill(view)
     view.drift.on_ended(prediction, 0)
-    assert view.drift.counts == {"checked": 1}
+    assert view.drift.counts == Counter({"checked": 1})
 
 
 def test_low_predictions_count_for_requests_alone() -> None:
@@ -87,9 +88,9 @@ def test_low_predictions_count_for_requests_alone() -> None:
     first = view.drift.on_submitted(PROMPT, "")
     second = view.drift.on_submitted(PROMPT, "")
     view.drift.on_ended(second, 64)
-    assert view.drift.counts == {"checked": 1}
+    assert view.drift.counts == Counter({"checked": 1})
     view.drift.on_ended(first, 64)
-    assert view.drift.counts == {"checked": 2, "too_low": 1}
+    assert view.drift.counts == Counter({"checked": 2, "too_low": 1})
 
 
 def test_clear_empties_at_once() -> None:

@@ -206,10 +206,7 @@ def serve(
             observer = reserved.enter_context(reserve_observer_port(settings))
             processes = with_observer_port(processes, observer.getsockname()[1])
         settings, processes = share_memory(settings, processes)
-        check_open_files(sum(not spec.on_demand for spec in processes))
-        check_standby_memory(processes)
-        if settings.observer.enabled:
-            TraceOptions.from_environ(os.environ)
+        _check_environment(settings, processes)
         log_choices()
         supervisor = Supervisor(
             processes,
@@ -227,6 +224,13 @@ def serve(
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()  # so that the reason is the last line of the output
     return code
+
+
+def _check_environment(settings: Settings, processes: Sequence[ChildSpec]) -> None:
+    check_open_files(sum(not spec.on_demand for spec in processes))
+    check_standby_memory(processes)
+    if settings.observer.enabled:
+        TraceOptions.from_environ(os.environ)
 
 
 def reserve_observer_port(settings: Settings) -> socket.socket:
