@@ -34,7 +34,10 @@ LOG_INTERVAL_S = 60.0
 """A line that holds the loop is logged this often at most."""
 MAX_NAMED_LINES = 64
 _NO_CODE = "no line: the process waited for a core, or was stopped"
-_LOOP_FILES = ("asyncio/", "uvloop/", "runtime/processes/process.py", "<frozen ")
+_LOOP_FILES = (
+    *("asyncio/", "uvloop/", "runtime/processes/process.py", "runtime/loop_lag.py"),
+    "<frozen ",
+)
 
 
 class LoopLagMonitor:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from math import inf
 from typing import Any, Protocol
@@ -150,8 +151,8 @@ class Repeats(msgspec.Struct):
 
 class _StderrHandler(logging.Handler):
     """Ignores write errors: a closed stderr must not stop a server. Streams are line-buffered.
-    Warnings and errors that come again within `FOLD_S` are counted; the next line after that time
-    tells how often they came."""
+    Warnings and errors that come again within `FOLD_S` are counted; a line after that time tells
+    how often they came."""
 
     def __init__(self, stream: LogStream) -> None:
         super().__init__()
@@ -186,7 +187,15 @@ class _StderrHandler(logging.Handler):
                 self._repeats[key] = Repeats(record)
             return False
         repeats.count += 1
+        if repeats.count == 1:  # the process may log nothing else for hours
+            timer = threading.Timer(FOLD_S, self._tell_late)
+            timer.daemon = True
+            timer.start()
         return True
+
+    def _tell_late(self) -> None:
+        with self.lock or nullcontext(), suppress(Exception):
+            self._tell_repeats(time.time())
 
     def _tell_repeats(self, now: float) -> None:
         """Forget the oldest warnings, and write how often each came again."""

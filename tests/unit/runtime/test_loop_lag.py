@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections import deque
+from types import FrameType
 
 from dynamo.core.host.pids import catches
+from dynamo.runtime import loop_lag
 from dynamo.runtime.loop_lag import (
     SAMPLE_INTERVAL_S,
     STALL_S,
@@ -120,3 +122,9 @@ def test_a_process_that_catches_a_signal_is_known() -> None:
     finally:
         signal.signal(signal.SIGURG, before)
     assert not catches(1 << 30, signal.SIGURG)
+
+
+def test_the_monitor_is_not_what_holds_the_loop() -> None:
+    names: dict[str, FrameType] = {}
+    exec(compile("import sys; frame = sys._getframe()", loop_lag.__file__, "exec"), names)
+    assert describe_frame(names["frame"]) == ""

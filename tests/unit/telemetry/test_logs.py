@@ -4,7 +4,10 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,6 +186,26 @@ def test_equal_warnings_are_one_line_and_a_count(lines: io.StringIO) -> None:
         "away plane=events",
     ]
     assert list(logs.last_lines)[-1].endswith("away plane=events")
+
+
+def test_repeats_are_told_although_no_other_line_follows(
+    lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+
+    def start(seconds: float, tell: Callable[[], None]) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: timers.append((seconds, tell)))
+
+    monkeypatch.setattr(threading, "Timer", start)
+    logs.configure_logging("info", "json", "w", lines)
+    for _ in range(3):
+        logging.getLogger("dynamo.x").error("failed")
+    assert len(lines.getvalue().splitlines()) == 1
+    ((seconds, tell),) = timers
+    later = time.time() + seconds
+    monkeypatch.setattr(time, "time", lambda: later)
+    tell()
+    assert [json.loads(line).get("repeated") for line in lines.getvalue().splitlines()] == [None, 2]
 
 
 def test_the_last_repeats_are_told_at_the_end(lines: io.StringIO) -> None:
