@@ -34,6 +34,7 @@ from tier_faults import TierFaults, tier_settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.support.invariants import check_pool
 from tests.support.servers import S3Process
 
 from dynamo.communication.transfer import RegionPeer, TransferPlane, open_transfer
@@ -231,7 +232,7 @@ async def run_mode(
             flush=True,
         )
         for engine in engines:
-            engine.scheduler.pool.check_invariants()
+            check_pool(engine.scheduler.pool)
             assert engine.report_load().active_blocks == 0
             await engine.stop()
         for plane in planes:

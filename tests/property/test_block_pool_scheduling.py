@@ -12,6 +12,7 @@ from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.invariants import check_pool
 
 from dynamo.core.values import BlocksCleared, BlocksStored, EngineInfo, KvEvent
 from dynamo.inference.block_pool import BlockPool
@@ -240,7 +241,7 @@ class SchedulerHarness:
         actions[kind]()
 
     def check(self) -> None:
-        self.pool.check_invariants()
+        check_pool(self.pool)
         self.view.apply(self.pool.take_events())
         dump = KvEventView()
         dump.apply(self.pool.dump_events())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.invariants import check_slots
 from tests.unit.inference_tiers.blocks import (
     Chain,
     ManualClock,
@@ -111,7 +112,7 @@ class Disk:
         assert held == held_blocks(tier.snapshot_events(), "disk")
         assert len(held) == tier.blocks <= SLOTS
         assert all(tier.holds(block_hash) for block_hash in held)
-        tier.slots.check_invariants()
+        check_slots(tier.slots)
         assert tier.problem == ""
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.test_fast_replay import make_workers, with_roles
 from tests.simulation.conftest import BLOCK, chats
+from tests.support.invariants import check_ledger
 
 from dynamo.core.settings.schema_router import DisaggregationSettings, RouterSettings
 from dynamo.operations.replay.events import FleetEvent
@@ -65,7 +66,7 @@ def check(
         assert not replay.fleet.chooser.waiting
         ledger = replay.fleet.chooser.solver.ledger
         assert not ledger.requests
-        ledger.check_invariants()
+        check_ledger(ledger)
     return result
 
 

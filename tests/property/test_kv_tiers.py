@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.invariants import check_pool, check_slots
 from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 from tests.unit.inference_tiers.blocks import ManualClock
@@ -196,14 +197,14 @@ class Tiered:
         engine = self.engine
         load = engine.report_load()
         assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
-        engine.scheduler.pool.check_invariants()
+        check_pool(engine.scheduler.pool)
         host, disk = engine.tiers.tiers
         assert isinstance(host, MemoryTier)
         assert isinstance(disk, DiskTier)
-        host.slots.check_invariants()
+        check_slots(host.slots)
         assert host.blocks <= HOST_BLOCKS
         assert disk.blocks <= disk.capacity_blocks == DISK_BLOCKS
-        disk.slots.check_invariants()
+        check_slots(disk.slots)
         for tier in (host, disk):
             known = {block for name, block in self.held if name == tier.name}
             assert known == {block for _, block in tier.held_blocks()}

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.property.named_cluster import BLOCK, CheckedLog, Fleet, Frontend, NamedCluster
+from tests.support.invariants import check_ledger
 
 from dynamo.core.context import Context
 from dynamo.core.errors import Overloaded
@@ -102,12 +103,12 @@ class Trial:
             total += frontend.counts.active
             self._check_frontend(frontend)
         for ledger in self.cluster.states:
-            ledger.check_invariants()
+            check_ledger(ledger)
             assert count_active(ledger) == total
 
     def _check_frontend(self, frontend: Frontend) -> None:
         ledger, capacity = frontend.ledger, frontend.admission.capacity
-        ledger.check_invariants()
+        check_ledger(ledger)
         assert [worker.name for worker in capacity.workers] == self.fleet.names("both", "decode")
         names = self.fleet.names("both", "decode", "prefill")
         assert {worker.name for worker in ledger.workers.workers} == {*names}

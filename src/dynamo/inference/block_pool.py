@@ -240,25 +240,6 @@ class BlockPool:
             buffer.add_stored(block.parent_hash, block_hash)
         return buffer.drain()
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a block is lost, counted twice or in two states. For tests."""
-        free, cached, evictable = self._free_blocks, self._cached_blocks, len(self._evictable)
-        unused = [block for block in self._blocks if not block.ref_count]
-        violations = {
-            "a block is free twice": len({block.id for block in free}) != len(free),
-            "a free block is in use": any(block.ref_count or block.cached for block in free),
-            "a wrong hash": any(
-                not block.cached or block.block_hash != key for key, block in cached.items()
-            ),
-            "a negative reference count": any(block.ref_count < 0 for block in self._blocks),
-            "a cached block is not in the map": sum(block.cached for block in self._blocks)
-            != len(cached),
-            "a lost evictable block": sum(block.cached for block in unused) != evictable,
-            "a lost free block": sum(not block.cached for block in unused) != len(free),
-        }
-        if any(violations.values()):
-            raise AssertionError("; ".join(name for name, broken in violations.items() if broken))
-
     def _add_stored(self, content: SequenceContent, first: int, end: int) -> None:
         """Note that the blocks of `content` at these positions are in the cache now."""
         if first < end:

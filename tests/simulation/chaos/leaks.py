@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 
 from tests.simulation.chaos.processes import SimulatedFrontend, SimulatedWorker
+from tests.support.invariants import check_ledger, check_pool, check_slots
 
 from dynamo.communication import memory_transport
 from dynamo.communication.events.records import KEY_ROOT, parse_key
@@ -49,7 +50,7 @@ class PlaceCount:
         counts = [sum(front.pipeline.admission.count_requests()) for front in self._frontends]
         self.excess = max(self.excess, sum(counts) - self._in_progress)
         for front in self._frontends:
-            front.pipeline.ledger.check_invariants()
+            check_ledger(front.pipeline.ledger)
 
 
 def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
@@ -69,10 +70,10 @@ def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) 
 def _engine_leaks(name: str, engine: BatchedEngine) -> Iterator[str]:
     scheduler = engine.scheduler
     try:
-        scheduler.pool.check_invariants()
+        check_pool(scheduler.pool)
         for tier in engine.tiers.tiers:
             if isinstance(tier, MemoryTier):
-                tier.slots.check_invariants()
+                check_slots(tier.slots)
     except AssertionError as error:
         yield f"{name}: {error}"
     if scheduler.pool.active:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.support.invariants import check_pool
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.context import Context
@@ -70,7 +71,7 @@ async def test_cancellation_at_any_moment_loses_no_block_and_no_event(make_engin
                 task.cancel()
             if number % 7 == 0:
                 engine.clear_prefix_cache()
-            engine.scheduler.pool.check_invariants()
+            check_pool(engine.scheduler.pool)
         for number, task in enumerate(running):
             if number % 3:
                 assert len((await task).ids) == 25

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.invariants import check_pool
+
 from dynamo.core.codec import pack_ids
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import TokenContent
@@ -47,5 +49,5 @@ def test_a_block_with_the_hash_of_other_tokens_is_not_reused() -> None:
     assert pool.match(forged.hashes, forged.fingerprint) == [first]
     pool.release([first])
     pool.release([second])
-    pool.check_invariants()
+    check_pool(pool)
     assert pool.available == 4

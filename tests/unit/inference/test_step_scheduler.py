@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from tests.support.invariants import check_pool
 
 from dynamo.core.values import EngineInfo
 from dynamo.inference.block_pool import BlockPool
@@ -127,7 +128,7 @@ def test_equal_sequences_of_one_step_end_up_with_shared_blocks():
     assert [len(chunk.save_blocks) for chunk in plan.chunks] == [2, 2]
     assert sequences[0].blocks[:2] == sequences[1].blocks[:2]
     assert scheduler.pool.active == 4
-    scheduler.pool.check_invariants()
+    check_pool(scheduler.pool)
 
 
 def test_hits_from_scheduled_count_within_the_step():
@@ -191,14 +192,14 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     pool.allocate(2)
     assert [event.hashes for event in pool.take_events()] == [(100, 201)]
     assert pool.match([200, 201]) == chains["new"][:1]
-    pool.check_invariants()
+    check_pool(pool)
 
 
-def test_check_invariants_finds_a_lost_block():
+def test_check_pool_finds_a_lost_block():
     pool = BlockPool(4, 4)
     pool.allocate(1)[0].ref_count = 0
     with pytest.raises(AssertionError, match="lost free block"):
-        pool.check_invariants()
+        check_pool(pool)
 
 
 def test_a_block_is_saved_although_its_content_is_cached():

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
+from tests.support.invariants import check_pool
 
 from dynamo.communication.transfer import MemoryRegion, RegionPeer
 from dynamo.communication.transfer.memory import MemoryTransfer
@@ -76,7 +77,7 @@ class SimulatedWorker:
         """Assert that no request and no arrival is left and that every block is free or cached."""
         load = self.engine.report_load()
         assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
-        self.engine.scheduler.pool.check_invariants()
+        check_pool(self.engine.scheduler.pool)
         arriving = self.engine.scheduler.arriving
         assert not any((arriving.sequences, arriving.new, arriving.preempted, arriving.arrived))
 

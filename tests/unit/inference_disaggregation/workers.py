@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from tests.support.invariants import check_pool
+
 from dynamo.core.codec import ReplyDecoder, encode_request
 from dynamo.core.context import Context
 from dynamo.core.values import GenerateRequest
@@ -43,7 +45,7 @@ class LiveWorker:
     def check_idle(self) -> None:
         for engine in self.ranks:
             assert engine.report_load().active_blocks == 0
-            engine.scheduler.pool.check_invariants()
+            check_pool(engine.scheduler.pool)
 
 
 StartWorker = Callable[..., Awaitable[LiveWorker]]

@@ -9,6 +9,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from tests.support.invariants import check_pool
 
 from dynamo.core.errors import ConfigError, NotFound, Overloaded
 from dynamo.inference.memory import (
@@ -133,7 +134,7 @@ async def test_blocks_may_be_freed_and_moved_twice_while_they_move(
     await asyncio.gather(*moves)
 
     await manager.free(blocks)
-    manager._pool.check_invariants()
+    check_pool(manager._pool)
     assert manager._pool.free == DEVICE_BLOCKS
 
 
@@ -268,7 +269,7 @@ async def test_a_tier_without_room_for_one_block_is_passed_over(tmp_path: Path) 
 async def test_allocations_at_once_all_find_room(manager: KVCacheBlockManager) -> None:
     starts = range(100, 2_100, 100)
     await asyncio.gather(*(manager.allocate_kv_blocks(16, MODEL, [start] * 16) for start in starts))
-    manager._pool.check_invariants()
+    check_pool(manager._pool)
     for start in starts:
         info = await manager.query_cache_hit(manager.prefix_tree.prefix_hash([start] * 16))
         assert info.hit_ratio == 1.0
@@ -340,7 +341,7 @@ async def test_calls_at_once_leave_no_block_lost_or_counted_twice(
     await asyncio.gather(*map(call, range(20)))
     for sequence in sequences:
         await manager.free(sequence)
-    manager._pool.check_invariants()
+    check_pool(manager._pool)
     assert manager._pool.free == DEVICE_BLOCKS
     assert [len(needed) for needed in manager._lower._needed.values()] == [0] * (
         len(manager.memory_tiers) - 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.invariants import check_pool
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.context import Context
@@ -47,7 +48,7 @@ async def engines(
         await prefill.release(KvMetadata(token_ids=(), region=prefill.region))
         assert [engine.report_load().active_blocks for engine in opened] == [0, 0]
         for engine in opened:
-            engine.scheduler.pool.check_invariants()
+            check_pool(engine.scheduler.pool)
 
 
 async def alone(make_engine: Any, make_request: Any, sampling: SamplingParams) -> list[int]:

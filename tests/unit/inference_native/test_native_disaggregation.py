@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.support.invariants import check_pool
 from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.communication.transfer import RegionPeer
@@ -84,7 +85,7 @@ class NativePair:
         for engine in (self.p, self.d):
             load = engine.report_load()
             assert (load.running, load.waiting, load.active_blocks) == (0, 0, 0)
-            engine.scheduler.pool.check_invariants()
+            check_pool(engine.scheduler.pool)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.invariants import check_slots
 from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 from tests.unit.inference_native.test_native_tiers import BLOCK_BYTES, answer, check_idle
@@ -113,7 +114,7 @@ async def test_a_prompt_is_admitted_when_its_prefetch_has_ended(
     assert host.counters.loaded_blocks == (2 if failing else 16)
     await tasks.join()
     check_idle(engine)
-    host.slots.check_invariants()  # type: ignore[attr-defined]
+    check_slots(host.slots)  # type: ignore[attr-defined]
     await engine.stop()
 
 

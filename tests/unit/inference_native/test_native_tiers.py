@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.invariants import check_pool, check_slots
 from tests.support.token_time import KnownTokenTime
 from tests.unit.inference.conftest import RecordingReply
 
@@ -39,10 +40,10 @@ async def answer(engine: BatchedEngine, request: GenerateRequest) -> list[int]:
 def check_idle(engine: BatchedEngine) -> None:
     load = engine.report_load()
     assert (load.running, load.waiting, load.arriving, load.active_blocks) == (0, 0, 0, 0)
-    engine.scheduler.pool.check_invariants()
+    check_pool(engine.scheduler.pool)
     for tier in engine.tiers.tiers:
         if isinstance(tier, MemoryTier):
-            tier.slots.check_invariants()
+            check_slots(tier.slots)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.invariants import check_slots
 from tests.unit.inference_tiers.blocks import Memory, OpenDisk, OpenRemote, load
 
 from dynamo.core.clock import SystemClock
@@ -34,7 +35,7 @@ async def test_a_store_in_flight_does_not_come_back(open_tier: OpenDisk) -> None
     await check_a_store_in_flight_is_dropped(memory, await open_tier(memory))
     host = MemoryTier.in_region(memory.region, 48, SystemClock())
     await check_a_store_in_flight_is_dropped(memory, host)
-    host.slots.check_invariants()
+    check_slots(host.slots)
     await host.close()
 
 

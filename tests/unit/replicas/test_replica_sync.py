@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.support.invariants import check_ledger
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events.memory import MemoryEvents
@@ -75,7 +76,7 @@ class FakeRouter:
 
     def end(self, placed: PlacedRequest) -> None:
         self.ledger.end(placed, None)
-        self.ledger.check_invariants()
+        check_ledger(self.ledger)
 
     def active_requests(self) -> dict[str, list[tuple[int, int, bool]]]:
         return {
@@ -262,10 +263,10 @@ async def test_a_claimed_reservation_is_counted_once(start_router: StartRouter) 
     await settle()
     assert sum(server.pending_tokens()) == 160
     assert not server.ledger.requests
-    server.ledger.check_invariants()
+    check_ledger(server.ledger)
     frontend.end(placed)
     await settle()
-    server.ledger.check_invariants()
+    check_ledger(server.ledger)
     assert server.pending_tokens() == [0, 0]
 
 
@@ -303,7 +304,7 @@ async def test_a_choice_made_again_replaces_the_one_before(
     for prefill, decode in pairs:
         prompt = Prompt(160, list(range(10)))
         server.ledger.place("a", workers[decode], prompt, workers[prefill], new_tokens=160)
-        server.ledger.check_invariants()
+        check_ledger(server.ledger)
         assert [len(w.active) for w in workers.values()] == [int(n == prefill) for n in names]
         expected = [int(n == decode != prefill) for n in names]
         assert [len(w.arriving) for w in workers.values()] == expected

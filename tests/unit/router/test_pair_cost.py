@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from tests.support.invariants import check_ledger
 from tests.unit.router.fake_cluster import BLOCK, ENGINE, FakeCluster, instance
 
 from dynamo.core.settings.schema_router import DisaggregationSettings
@@ -144,13 +145,13 @@ def test_a_request_moves_to_its_decode_worker_with_the_first_token() -> None:
     placed = cluster.ledger.place("r/0/0", decode, Prompt(500, ()), prefill, new_tokens=500)
     assert (list(prefill.active), list(decode.active)) == ([placed.key], [])
     assert decode.arriving_tokens == placed.prompt_tokens
-    cluster.ledger.check_invariants()
+    check_ledger(cluster.ledger)
 
     cluster.first_token(placed, cluster.now + 0.05)
     assert (list(prefill.active), list(decode.active)) == ([], [placed.key])
     assert decode.arriving_tokens == prefill.decode_context_tokens == 0
     assert placed.worker is decode
-    cluster.ledger.check_invariants()
+    check_ledger(cluster.ledger)
 
     cluster.end(placed, cluster.now + 0.1)
     assert (prefill.stall_sensitivity, decode.stall_sensitivity) == (0.0, 0.0)
@@ -165,7 +166,7 @@ def test_a_pair_that_ends_before_its_first_token_leaves_nothing() -> None:
     cluster.end(placed)
     assert prefill.pending_prefill_tokens == decode.arriving_tokens == 0
     assert not prefill.active
-    cluster.ledger.check_invariants()
+    check_ledger(cluster.ledger)
 
 
 def test_the_solver_places_both_halves_and_forgets_them() -> None:

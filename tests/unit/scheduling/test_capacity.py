@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.support.invariants import check_ledger
 from tests.unit.scheduling.fake_cluster import FakeCluster, run_scenario
 
 from dynamo.core.context import Context
@@ -197,7 +198,7 @@ def test_a_worker_that_computes_a_prompt_for_another_is_not_idle() -> None:
     assert capacity.count_idle() == 3
 
     ledger.place("1", workers["c"], Prompt(1_000, ()), workers["a"], new_tokens=1_000)
-    ledger.check_invariants()
+    check_ledger(ledger)
     assert capacity.count_idle() == 1
     assert capacity.count_idle(frozenset({"b"})) == 0
 
@@ -224,7 +225,7 @@ def test_each_rank_has_its_share_of_the_slots() -> None:
     assert (capacity.free_slots, capacity.full_workers) == (2, {"a/0", "a/1", "a"})
     ledger.set_workers(b=workers["b"])
     assert (capacity.free_slots, capacity.full_workers) == (2, frozenset())
-    ledger.check_invariants()
+    check_ledger(ledger)
 
 
 def test_a_removed_worker_has_no_slots() -> None:
@@ -253,7 +254,7 @@ def test_a_removed_worker_has_no_slots() -> None:
     unknown = ledger.workers.at(make_worker("c"), None)  # not announced yet
     placed = ledger.place("c", unknown, Prompt(5, ()), new_tokens=5)
     assert capacity.free_slots == 4
-    ledger.check_invariants()
+    check_ledger(ledger)
     ledger.end(placed, None)
     assert [worker.name for worker in ledger.workers.all()] == ["a"]
 

@@ -90,18 +90,6 @@ class TierSlots:
         self._free += [at for at in table.oldest() if at not in reading]
         return table.hashes
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a slot is lost or used twice. Call while nothing is copied."""
-        used, free = [*self.table.oldest()], self._free
-        violations = {
-            "a slot is in use twice": len({*used, *free}) != len(used) + len(free),
-            "a slot is lost": len(used) + len(free) != self._used,
-            "too many blocks": self._used > self.capacity,
-            "a load did not end": bool(self._reading or self._dropped),
-        }
-        if any(violations.values()):
-            raise AssertionError("; ".join(name for name, broken in violations.items() if broken))
-
     def _add_slot(self) -> bool:
         """Take a slot into use that never was."""
         if self._used >= self.capacity:

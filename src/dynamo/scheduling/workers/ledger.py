@@ -7,7 +7,7 @@ modes, health, other routers and reports read what it has written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import DynamoError
@@ -222,64 +222,14 @@ class Ledger:
             if part.timing:
                 worker.start_from(part.timing)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless each request is counted once, at its workers. For tests."""
-        entries, workers = list(self._entries()), list(self.workers.all())
-        violations = {
-            "a request is at two workers, or at none": sum(len(each.active) for each in workers)
-            != len(entries),
-            "an entry has ended": not all(placed.open for placed in entries),
-            "a request is not at its worker": any(
-                placed.worker.active.get(placed.key) is not placed for placed in entries
-            ),
-            "a request is not expected where it moves": any(
-                placed.decode_worker is not None
-                and placed.decode_worker.arriving.get(placed.key) is not placed
-                for placed in entries
-            ),
-            "a request with a token is expected elsewhere": any(
-                placed.decode_worker is not None and placed.first_token_s is not None
-                for placed in entries
-            ),
-        }
-        for worker in workers:
-            violations |= _check_worker(worker)
-        broken = [text for text, violated in violations.items() if violated]
-        if broken:
-            raise AssertionError(f"the ledger is wrong: {'; '.join(broken)}")
-
     def _sample_answer(self, placed: PlacedRequest) -> None:
         """Let every n-th answer update the time per token."""
         self._ended_count += 1
         if not self._ended_count % DECODE_SAMPLE_EVERY:
             placed.emitted = placed.output_tokens
 
-    def _entries(self) -> Iterator[PlacedRequest]:
-        yield from self.requests.values()
-        for requests in self.peers.values():
-            yield from requests.values()
-
     def _on_instances_changed(self) -> None:
         instances: dict[str, Instance] = {}
         for client in self._clients:
             instances.update(client.instances)
         self.workers.update_instances(instances)
-
-
-def _check_worker(worker: WorkerState) -> dict[str, bool]:
-    """Return which counts of a worker are not those of its requests."""
-    name, active, arriving = worker.name, worker.active.values(), worker.arriving.values()
-    elsewhere = [placed for placed in active if placed.decode_worker is not None]
-    own = [placed for placed in (*active, *arriving) if not placed.peer]
-    own_elsewhere = [placed for placed in elsewhere if not placed.peer]
-    pending = [placed for placed in active if placed.counted and placed.first_token_s is None]
-    expected = [placed.prompt_tokens for placed in arriving if placed.counted]
-    return {
-        f"{name}: occupied slots": worker.slots.occupied != len(own) - len(own_elsewhere),
-        f"{name}: prompts for others": worker.prompts != len(own_elsewhere),
-        f"{name}: expected requests": any(each.decode_worker is not worker for each in arriving),
-        f"{name}: pending prompts": worker.pending_prefills != len(pending),
-        f"{name}: pending tokens": worker.pending_prefill_tokens
-        != sum(placed.new_tokens for placed in pending),
-        f"{name}: expected tokens": worker.arriving_tokens != sum(expected),
-    }
