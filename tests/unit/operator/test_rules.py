@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.operations.operator.manifests import read_manifests
-from dynamo.operations.operator.rules import check_change, check_graph, references
+from dynamo.operations.operator.rules import check_graph, references
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data" / "kubernetes").glob("*.yaml"))
 
@@ -300,20 +300,6 @@ def test_a_claim_that_a_service_mounts_has_its_path() -> None:
     check = check_graph(changed(SERVICES, f"{S}/volumeMounts", mounts))
     (reference,) = references(check)
     assert (reference.name, reference.path) == ("w", "spec.services.Decode.volumeMounts[0].name")
-
-
-def test_immutable_fields_are_told() -> None:
-    old = check_graph(changed(GRAPH, f"{C1}/minAvailable", 1)).spec
-    new = check_graph(
-        changed(changed(GRAPH, f"{C1}/type", "prefill"), f"{C1}/minAvailable", 2)
-    ).spec
-    assert old is not None
-    assert new is not None
-    assert [str(problem) for problem in check_change(old, new)] == [
-        "spec.components[1].type: is immutable; it was decode",
-        "spec.components[1].minAvailable: is immutable; it was 1",
-    ]
-    assert not check_change(old, old)
 
 
 def test_references_have_their_paths() -> None:

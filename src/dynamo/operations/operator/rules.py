@@ -113,20 +113,6 @@ def check_graph(spec: Mapping[str, Any]) -> GraphCheck:
     return check
 
 
-def check_change(old: GraphSpec, new: GraphSpec) -> list[Problem]:
-    """Return the problems of a change: fields that are immutable."""
-    before = {component.name: component for component in old.components}
-    problems = []
-    for number, component in enumerate(new.components):
-        past = before.get(component.name)
-        for field, attribute in (("type", "type"), ("minAvailable", "min_available")):
-            was = past and getattr(past, attribute)
-            if was is not None and was != getattr(component, attribute):
-                text = f"is immutable; it was {was}"
-                problems.append(Problem(f"spec.components[{number}].{field}", text))
-    return problems
-
-
 def manifest_path(path: str, moved: Mapping[str, str]) -> str:
     """Return the path of a field as the manifest has it, for services of v1alpha1."""
     begins = [new for new in moved if path == new or path.startswith((f"{new}.", f"{new}["))]
