@@ -10,9 +10,8 @@ import pytest
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import protocol
-from dynamo.communication.events.publisher_connection import MAX_PENDING_BYTES
 from dynamo.communication.events.records import KEY_ROOT, parse_record
-from dynamo.communication.events.tcp import TcpEvents
+from dynamo.communication.events.tcp import MAX_PENDING_BYTES, TcpEvents
 from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, FrameSplitter, pack_frame
 from dynamo.communication.handshake import pack_hello
 from dynamo_conformance.events import RecordingListener
