@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from dynamo.application.responses import background, event_log
+from dynamo.application.responses import event_log, handler
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.text import ArgumentsDelta, CallBegun, ChatRequest, TextFinish, TextReply
@@ -21,7 +21,7 @@ WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "o
 @pytest.fixture
 async def client(site: Any, monkeypatch: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     monkeypatch.setattr(event_log, "POLL_S", 0.01)
-    monkeypatch.setattr(background, "RENEWAL_S", 0.01)
+    monkeypatch.setattr(handler, "RENEWAL_S", 0.01)
     async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="k", max_retries=0) as client:
         yield client
     await site.application.close(0)

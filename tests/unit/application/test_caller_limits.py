@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo.application.access import CallerLimits
-from dynamo.application.responses.background import MAX_RUNNING, BackgroundResponses
+from dynamo.application.responses.handler import MAX_RUNNING, BackgroundResponses
 from dynamo.communication.http import Request
 from dynamo.core.errors import ConfigError, Overloaded
 from dynamo.core.settings import resolve_settings
