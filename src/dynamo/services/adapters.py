@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -13,13 +14,38 @@ from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, AdapterOrder, adapter_name, encode_order
 from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded, DynamoError, InvalidRequest, NotFound, Unsupported
+from dynamo.core.hashing import adapter_salt
 from dynamo.core.tasks import run_all
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.processor.adapter_processor import AdapterProcessor
 from dynamo.scheduling.router.features import instance_adapters
 from dynamo.services.model_pipeline import WORKER_COMPONENT
+
+T = TypeVar("T")
+
+
+class AdapterProcessor:
+    """Names an adapter by its id in all requests, and gives their blocks a salt of its own. `base`
+    has the methods of `ChatProcessor`."""
+
+    def __init__(self, base: Any, adapter: str) -> None:
+        self.tokenize, self.detokenize = base.tokenize, base.detokenize
+        self.token_strings, self.token_bytes = base.token_strings, base.token_bytes
+        self.adapter = adapter
+
+        self.chat = self._wrap(base.chat)
+        self.complete = self._wrap(base.complete)
+        self.prepare_completion = self._wrap(base.prepare_completion)
+
+    def _wrap(self, method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+        """Return a method of the model that answers with the adapter."""
+        return lambda request, *rest: method(self._with_adapter(request), *rest)
+
+    def _with_adapter(self, request: Any) -> Any:
+        salt = adapter_salt(self.adapter, request.options.salt)
+        return replace(request, options=replace(request.options, adapter=self.adapter, salt=salt))
+
 
 ORDER_TIMEOUT_S = 60.0
 ANNOUNCEMENT_TIMEOUT_S = 5.0

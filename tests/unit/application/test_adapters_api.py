@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dynamo.core.adapters import AdapterOrder
-from dynamo.scheduling.processor.adapter_processor import AdapterProcessor
+from dynamo.services.adapters import AdapterProcessor
 
 
 class RecordedOrders:
