@@ -11,9 +11,8 @@ from typing import Any
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SettingSpec, SourcedValue, resolve_settings
-from dynamo.core.settings.keys import section_descriptions, setting_specs_by_key
+from dynamo.core.settings.keys import REMEDIES, section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import SUBSTITUTE_NOTE, UNUSED_NOTE
-from dynamo.core.settings.no_effect import REMEDIES
 from dynamo.core.settings.secret_files import INSECURE_NOTE, SecretFile
 from dynamo.core.settings.values import split_list, type_name
 from dynamo.runtime.environment import CONFIG_PATH_VARIABLE, read_config_file, read_secret_file

@@ -288,7 +288,7 @@ class RuntimeSettings(SettingsSection, frozen=True):
 
 
 class Settings(SettingsSection, frozen=True):
-    """All sections. Most settings without effect are not fields (see `no_effect.py`)."""
+    """All sections. Most settings without effect are not fields (see `keys.py`)."""
 
     version: int = setting(1, "version of this schema", ge=1, le=1)
     server: ServerSettings = ServerSettings()
