@@ -27,7 +27,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.engine_sizing import plan_engine_info
 from dynamo.inference.native.kv_storage import KvShape
 from dynamo.inference.torch.device import TorchDevice
-from dynamo.inference.torch.ranks import check_ranks
+from dynamo.inference.torch.engine import check_ranks
 from dynamo.models.checkpoint.weights import open_weights
 
 pytest.importorskip("torch", reason="make test-torch installs PyTorch")
