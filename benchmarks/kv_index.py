@@ -223,7 +223,7 @@ def looking(fleet: int) -> float:
 def turns(index: object, block_tokens: int = 16) -> dict[str, float]:
     """Return the longest CPU times, in ms, while the index is copied and while it is read."""
     from dynamo.scheduling.index import KvIndex
-    from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
+    from dynamo.services.index_file import encode_snapshot, restore_snapshot
 
     frames: list[bytes] = []
     copying = longest(encode_snapshot(index, block_tokens), frames.append)

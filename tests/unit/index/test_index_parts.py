@@ -12,9 +12,8 @@ from tests.unit.index.conftest import ManualClock, chain
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
 from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
-from dynamo.services.index_file import IndexFile
+from dynamo.services.index_file import IndexFile, encode_snapshot, restore_snapshot
 
 CHAINS = [chain(number, 30) for number in range(100, 400)]
 STEM, FIRST, SECOND = chain(0, 20), chain(1, 10), chain(2, 10)
