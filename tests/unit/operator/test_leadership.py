@@ -15,9 +15,8 @@ from dynamo.communication.kubernetes.link import KubernetesLink, open_link
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.operations.operator.pods import PodOptions
-from dynamo.services.operator import lease as lease_module
-from dynamo.services.operator.lease import LeaderLease, LeaseTimes
-from dynamo.services.operator.process import GraphOperator, check_kinds
+from dynamo.services.operator import process as lease_module
+from dynamo.services.operator.process import GraphOperator, LeaderLease, LeaseTimes, check_kinds
 from dynamo.testing.kubernetes.documents import VERSION
 
 TIMES = LeaseTimes(duration_s=1, renew_limit_s=0.6, retry_s=0.05)
