@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.inference.embedding.batcher import STEP_TOKENS, EmbeddingBatcher
-from dynamo.inference.embedding.server import load_encoder
+from dynamo.inference.embedding.server import STEP_TOKENS, EmbeddingBatcher, load_encoder
 from dynamo.models.embedding_model import EmbeddingModel, read_embedding_model
 from dynamo.models.resolve import resolve_model_blocking
 

@@ -11,8 +11,8 @@ import pytest
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.inference.embedding import batcher
-from dynamo.inference.embedding.batcher import EmbeddingBatcher
+from dynamo.inference.embedding import server
+from dynamo.inference.embedding.server import EmbeddingBatcher
 
 
 class SumEncoder:
@@ -60,7 +60,7 @@ async def test_each_request_gets_its_vectors_in_order(running: EmbeddingBatcher)
 async def test_a_short_request_does_not_wait_for_all_of_a_long_one(
     running: EmbeddingBatcher, encoder: SumEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batcher, "STEP_TOKENS", 16)
+    monkeypatch.setattr(server, "STEP_TOKENS", 16)
     async with BackgroundTasks() as tasks:
         encoder.gate.clear()
         long = tasks.start(running.embed([(1,)] * 2_000))
