@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 from urllib.parse import unquote
 
 from dynamo.core.clock import Backoff, Clock
@@ -15,6 +14,8 @@ from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.tasks import BackgroundTasks, wait_at_most
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_spec import ChildSpec
+from dynamo.runtime.processes.host_memory import HostMemory
+from dynamo.runtime.processes.process_group import ProcessGroup
 from dynamo.runtime.supervisors import WAITING, LoadRecord, LoadState
 
 log = logging.getLogger(__name__)
@@ -31,33 +32,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 2.0, 60.0
 FollowKeys = Callable[[Callable[[Mapping[str, bytes]], None]], None]
 """Calls its argument with the keys of frontends that have requests, now and after each change:
 MODEL/FRONTEND, and their values."""
-
-
-class ModelProcesses(Protocol):
-    """The processes of a supervisor, by model."""
-
-    children: list[ChildProcess]
-
-    def specs_of_model(self, model: str) -> Sequence[ChildSpec]:
-        """Return the processes of a model as the settings have them."""
-
-    async def start_model(
-        self, specs: Sequence[ChildSpec], progress: Callable[[str], None]
-    ) -> None:
-        """Start processes, and wait until all serve. Raises `DynamoError`."""
-
-    async def stop_model(self, model: str, progress: Callable[[str], None]) -> None:
-        """Stop and remove all processes of a model."""
-
-
-class Memory(Protocol):
-    """The memory that the processes of a supervisor share."""
-
-    def lack_of(self, specs: Sequence[ChildSpec], others: Sequence[ChildSpec]) -> str:
-        """Return what processes lack beside others, with the numbers, or "" if they fit."""
-
-    def spare_bytes(self, specs: Sequence[ChildSpec]) -> int:
-        """Return what processes leave, at least 1; 0 without a limit."""
 
 
 class OnDemandModel:
@@ -118,8 +92,8 @@ class ModelLoader:
 
     def __init__(
         self,
-        group: ModelProcesses,
-        memory: Memory,
+        group: ProcessGroup,
+        memory: HostMemory,
         clock: Clock,
         tasks: BackgroundTasks,
         follow_keys: FollowKeys,
