@@ -91,9 +91,16 @@ test-clients: setup $(CLIENTS)/.installed  ## clients of other projects, 1.5 GB;
 	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 check: setup  ## format, lint, types, layers, sizes, wording, reference pages
+	@+$(MAKE) --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=line) check-types check-rest
+
+# Types take as long as all the rest. A line of output is one piece, whichever half says it.
+.PHONY: check-types check-rest
+check-types:
+	$(BIN)/mypy
+
+check-rest:
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_shape.py
 	$(BIN)/python scripts/check_words.py

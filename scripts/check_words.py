@@ -19,10 +19,8 @@ these files and folders.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +41,13 @@ FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 SKIPPED_PAGES = ("docs/reference",)
 """Written by scripts/reference.py from texts that are checked where they stand."""
+
+TOKEN = re.compile(
+    r'''"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"'''
+    r"""|'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*'|#[^\n]*""",
+    re.DOTALL,
+)
+"""A string or a comment. Python's own tokenizer took a third of the time of a check."""
 
 Breach = tuple[int, str]
 
@@ -133,15 +138,15 @@ def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
     """Comments, those of neighbouring lines joined."""
-    if "#" not in text:
-        return
     start, last, words = 0, -1, ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# noqa", "# type:")):
+    line, counted = 1, 0
+    for match in TOKEN.finditer(text):
+        token, place = match[0], match.start()
+        if not token.startswith("#") or token.startswith(("#!", "# noqa", "# type:")):
             continue
-        line = token.start[0]
-        comment = re.sub(r"#\s*noqa: [A-Z0-9, ]+(- )?", "", token.string).lstrip("# ")
-        if line == last + 1 and not token.line[: token.start[1]].strip():
+        line, counted = line + text.count("\n", counted, place), place
+        comment = re.sub(r"#\s*noqa: [A-Z0-9, ]+(- )?", "", token).lstrip("# ")
+        if line == last + 1 and not text[text.rfind("\n", 0, place) + 1 : place].strip():
             words += "\n" + comment
         else:
             if words:

@@ -37,6 +37,7 @@ from dynamo.core.settings.values import type_name
 ROOT = Path(__file__).parents[1]
 MADE = "Made by scripts/reference.py from the code (`make docs`)"
 HELP_COLUMNS = "100"
+METRIC_KINDS = frozenset({"counter", "gauge", "histogram"})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -209,16 +210,18 @@ def metrics_page() -> str:
 def declared_metrics(source: Path) -> set[Metric]:
     """Return the metrics declared as `registry.counter(NAME, HELP, ...)`, gauge or histogram."""
     metrics = set()
-    for path in source.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+    for text in (path.read_text() for path in source.rglob("*.py")):
+        if not any(f"{kind}(" in text for kind in METRIC_KINDS):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
         names = {
             target.id: node.value
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        metrics |= {metric for node in ast.walk(tree) if (metric := _metric(node, names))}
+        metrics |= {metric for node in nodes if (metric := _metric(node, names))}
     return metrics
 
 
@@ -227,10 +230,10 @@ def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
         return None
     function = node.func
     kind = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if ast.unparse(function).startswith("aliases."):  # other names of metrics that are listed
-        return None
+    if kind not in METRIC_KINDS or ast.unparse(function).startswith("aliases."):
+        return None  # aliases: other names of metrics that are listed
     name, text = (ast.unparse(arg) for arg in node.args[:2])
-    if kind not in {"counter", "gauge", "histogram"} or not name.startswith("'"):
+    if not name.startswith("'"):
         return None
     position = 3 if kind == "histogram" else 2
     keyword = [word.value for word in node.keywords if word.arg == "labels"]
