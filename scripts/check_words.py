@@ -34,7 +34,7 @@ REPEATED_CLASSES = {
 LEFT_WORDS = {
     r"\bane[w]\b": "again",
     r"\bspare[d]\b": "left out",
-    r"[\"']wh[y][\"']: (?!Command)": "reason",
+    r"[\"']wh[y][\"']: (?!Command|describe_decision)": "reason",
 }
 """Patterns of words that are not used, each with the word for it. No pattern matches itself."""
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")

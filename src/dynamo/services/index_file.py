@@ -22,8 +22,8 @@ SNAPSHOT_VERSION: Final = 2
 MAX_FRAME_CHAINS: Final = 64
 MAX_FRAME_BLOCKS: Final = 4_096
 LENGTH_BYTES: Final = 4
-"""A frame is a little-endian length and msgpack: a `_SnapshotHeader`, then `_SnapshotChain`s. It
-takes about a millisecond, so that a process can serve in between."""
+"""A frame is a little-endian length and msgpack: a `_SnapshotHeader`, then `_SnapshotChain`s. A
+frame takes about a millisecond, so that a process can serve in between."""
 
 
 class _SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):

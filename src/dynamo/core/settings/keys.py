@@ -66,7 +66,7 @@ REMEDIES = {
     "monitoring.grafana.enabled": "no Grafana is started; `deploy/deploy.sh` starts one with our "
     "dashboards, and docs/how-to/watch.md says how yours shows them",
 }
-"""What users do instead, by key. A start tells it."""
+"""Advice that a start gives to users of a setting, by key."""
 
 NO_EFFECT_SECTIONS = {
     "nixl": "Transfer of KV blocks between workers.",
