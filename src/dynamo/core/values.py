@@ -332,6 +332,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     `ranks`: the load of each of several data-parallel ranks. `tiers`: the memory tiers below the
     device, the fastest first. `timing`: the coefficients of a linear `Timing` as learnt, in ms.
     `last_pause`: when the worker's event loop last stood still until (Unix time), and for how long.
+    `core_wait_s`: in all, a thread of it was ready so long, but had no core.
     """
 
     running: int = 0
@@ -349,11 +350,12 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     tiers: tuple[TierLoad, ...] = ()
     timing: tuple[float, ...] = ()
     last_pause: tuple[float, float] | None = None
+    core_wait_s: float = 0.0
 
 
 def sum_loads(loads: Iterable[Load]) -> Load:
     """Return the sum of all counts, without `ranks` and what follows."""
-    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-4] for load in loads), strict=True))]
+    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-5] for load in loads), strict=True))]
     return Load(*counts)
 
 

@@ -291,7 +291,7 @@ class BatchedEngine(EngineCore):
             result = await self.runner.step(plan)
             ended_s = now()
             self.timing_learner.observe(plan, ended_s - began_s)
-            self.step_gaps.on_steps(ended_s)
+            self.step_gaps.on_steps(ended_s, plan.seqs)
             if self.on_step is not None:
                 self.on_step(plan.seqs, ended_s - began_s)
             return result

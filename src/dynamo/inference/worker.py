@@ -31,7 +31,7 @@ from dynamo.inference.disaggregation.worker_prefill import WorkerPrefill
 from dynamo.inference.engines.adapter_endpoint import AdapterEndpoint, load_model_adapters
 from dynamo.inference.engines.arguments import ENGINES_WITH_CONNECTORS, check_role
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
-from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.load_publisher import CoreWait, LoadPublisher
 from dynamo.inference.memory.tier_control import KV_ENDPOINT, KvControl, declare_tier_metrics
 from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.inference.sleep.sleep_endpoint import SleepEndpoint
@@ -330,7 +330,9 @@ class EngineWorker:
         if len(self._event_sources) > 1:
             declare_kv_publisher_metrics(self._runtime.metrics, totals)
         runtime = self._runtime
-        self._load_publisher = LoadPublisher(self._engine, load, runtime.clock, runtime.loop_pauses)
+        self._load_publisher = LoadPublisher(
+            self._engine, load, runtime.clock, runtime.loop_pauses, CoreWait().measure
+        )
         self._tasks.start(self._load_publisher.run(), "load report")
 
     def _publish_events(

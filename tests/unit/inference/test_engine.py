@@ -45,6 +45,17 @@ async def test_an_equal_prompt_hits_the_prefix_cache(make_engine, make_request):
     await engine.stop()
 
 
+async def test_the_times_of_an_answer_tell_how_many_were_decoded_with_it(make_engine, make_request):
+    engine = make_engine()
+    await engine.start()
+    requests = [make_request(range(n, n + 40), max_tokens=n) for n in (21, 41, 41)]
+    replies = await asyncio.gather(*(generate(engine, request) for request in requests))
+    alone = await generate(engine, make_request(range(40), max_tokens=9))
+    beside = [reply.times.decode_beside for reply in (*replies, alone)]
+    assert beside == [2.0, 1.5, 1.5, 0.0]
+    await engine.stop()
+
+
 async def test_a_turn_hits_prompt_and_answer_of_the_previous_turn(make_engine, make_request):
     engine = make_engine()
     await engine.start()

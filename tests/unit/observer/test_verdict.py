@@ -202,7 +202,9 @@ def test_a_long_prompt_at_the_worker_explains_waits_in_the_router_and_slow_decod
 
 def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> None:
     lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
-    again = make_attempt(choosing_us=200_000, placed_us=200_000, first_us=900_000)
+    again = make_attempt(
+        choosing_us=200_000, placed_us=200_000, first_us=300_000, ended_us=1_100_000
+    )
     known = Surroundings()
     slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0), load=3)
     known.add_moves(make_story(lost, replace(again, worker="w3")))
@@ -219,6 +221,41 @@ def test_an_answer_beside_many_more_requests_than_usual_is_overload() -> None:
     verdict = verdict_on(late_story(slow))
     assert verdict.text == "0.9 of 1.1 s decoding at w1 beside 5 requests"
     assert verdict_on(late_story(replace(slow, load=3))).cause == "unexplained: decode"
+
+
+def test_an_answer_in_a_larger_batch_is_overload_for_as_much_as_its_worker_has_learnt() -> None:
+    known = Surroundings()
+    times = replace(USUAL, decode_s=1.0, decode_beside=7.0)
+    slow = make_attempt(ended_us=1_051_000, times=times, load=0, output_tokens=10)
+    assert verdict_on(late_story(slow), known).cause == "overload", "so many are always a reason"
+    known.add_loads({"w1": Load(timing=(2.0, 0.1, 10.0, 0.0, 0.0))}, 1_000.0)
+    verdict = verdict_on(late_story(slow), known)
+    assert [(cause.name, cause.us) for cause in verdict.causes] == [("overload", 700_000)]
+    known.add_loads({"w1": Load(timing=(2.0, 0.1, 0.0, 0.0, 0.0))}, 1_001.0)
+    assert verdict_on(late_story(slow), known).cause == "unexplained: decode"
+
+
+def test_requests_that_moved_explain_an_answer_for_as_long_as_they_were_beside_it() -> None:
+    lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
+    known = Surroundings()
+    moved = make_attempt(placed_us=850_000, first_us=900_000, ended_us=2_000_000)
+    for _ in range(8):
+        known.add_moves(make_story(lost, moved))
+    times = replace(USUAL, decode_s=1.0, decode_beside=8.0)
+    slow = make_attempt(ended_us=1_051_000, times=times)
+    causes = [(cause.name, cause.us) for cause in verdict_on(late_story(slow), known).causes]
+    assert causes == [("overload", 719_100), ("lost worker", 180_900)]
+
+
+def test_a_worker_without_a_core_explains_its_slow_steps() -> None:
+    known = Surroundings()
+    for at_s, wait_s in ((999.5, 3.0), (1_000.5, 3.25), (1_001.5, 4.0)):
+        known.add_loads({"w1": Load(core_wait_s=wait_s)}, at_s)
+    slow = make_attempt(ended_us=1_551_000, times=replace(USUAL, decode_s=1.5))
+    verdict = verdict_on(late_story(slow), known)
+    assert (verdict.cause, verdict.causes[0].us) == ("busy machine", 862_249)
+    assert "in stage decode while w1 was ready, but had no core" in verdict.text
+    assert verdict_on(late_story(slow)).cause == "unexplained: decode"
 
 
 def test_a_quarter_of_an_hour_of_late_requests_is_not_usual() -> None:
@@ -249,6 +286,14 @@ def test_a_queue_is_shared_between_requests_that_moved_and_those_that_came() -> 
     )
     story = late_story(slot, waited_for="slot", ahead=2)
     assert verdict_on(story, known).cause == "lost worker"
+
+
+def test_a_prompt_of_which_the_index_has_lost_a_part_costs_all_that_was_seen_before() -> None:
+    attempt = late_attempt(
+        0.15, {"prefill_s": 0.2}, prompt_blocks=40, overlap_blocks=12, seen_blocks=40, view="stale"
+    )
+    verdict = verdict_on(late_story(attempt))
+    assert [(cause.name, cause.us) for cause in verdict.causes] == [("stale index", 200_000)]
 
 
 def test_a_new_prompt_is_a_cause_if_it_is_long_and_short_ones_wait_for_others() -> None:
@@ -344,7 +389,7 @@ def test_a_lost_attempt_without_a_token_waited_as_long_as_predicted_for_what_was
 def test_a_pause_of_a_worker_comes_with_its_load() -> None:
     known = Surroundings()
     for _ in range(2):
-        known.add_loads({"w1": Load(last_pause=(1_000.875, 0.75))})
+        known.add_loads({"w1": Load(last_pause=(1_000.875, 0.75))}, 1_001.0)
     slow = make_attempt(ended_us=1_051_000, times=replace(USUAL, decode_s=1.0))
     verdict = verdict_on(late_story(slow), known)
     assert [(cause.name, cause.us) for cause in verdict.causes] == [("stalled loop", 750_000)]
@@ -361,3 +406,5 @@ def test_a_loss_ranks_with_the_wait_that_it_led_to() -> None:
     lost.first_us = None
     lost.placed_us = 401_000
     assert verdict_on(story).causes[0].name == "overload", "it would have waited at w2, too"
+    lost.predicted_us = 50_000
+    assert verdict_on(story).causes[0].name == "lost worker", "w2 was to answer at once"

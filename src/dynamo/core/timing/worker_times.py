@@ -17,7 +17,8 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     `peer_prefill_s` are the part of it in which a prefill worker had the prompt. `prefill_s` ends
     with the first token. `decode_s` lasts from there to the end, and `gap_s` is its longest pause.
     It includes `kv_after_s`, which was waited for blocks if a prefill worker sampled that token.
-    `recomputed_tokens` were computed again after `preemptions`.
+    `recomputed_tokens` were computed again after `preemptions`. `decode_beside`: so many other
+    sequences were in a step of decode on average.
     """
 
     queue_s: float | None = None
@@ -34,22 +35,25 @@ class WorkerTimes(msgspec.Struct, frozen=True, array_like=True):
     peer_prefill_s: float | None = None
     ahead_longest: int | None = None
     kv_after_s: float | None = None
+    decode_beside: float | None = None
 
 
 class StepGaps:
     """The longest gap between the ends of two steps since any step that still matters. A gap hides
-    all smaller ones before it, so that a step costs as much with many answers as with one."""
+    all smaller ones before it, so that a step costs as much with many answers as with one.
+    `sequences`: the sum of those in all `steps`."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = self.sequences = 0
         self.ended_s = 0.0
         self._numbers: list[int] = []
         self._gaps: list[float] = []
 
-    def on_steps(self, ended_s: float, steps: int = 1) -> None:
-        """Note the end of a step, or of the last of several equal ones."""
+    def on_steps(self, ended_s: float, sequences: int, steps: int = 1) -> None:
+        """Note the end of a step of so many sequences, or of the last of several equal ones."""
         gap_s = (ended_s - self.ended_s) / steps
         self.steps += steps
+        self.sequences += sequences * steps
         self.ended_s = ended_s
         gaps, numbers = self._gaps, self._numbers
         while gaps and gaps[-1] <= gap_s:
@@ -80,6 +84,7 @@ class SequenceTimes(msgspec.Struct):
     peer_prefill_s: float | None = None
     first_s: float | None = None
     first_step: int = 0
+    first_sequences: int = 0
     paused_s: float = 0.0
     gap_s: float = 0.0
     recomputed_tokens: int = 0
@@ -105,9 +110,9 @@ class SequenceTimes(msgspec.Struct):
             self.kv_after_s = now - self.first_s
             self.gap_s = max(self.gap_s, self.kv_after_s)
 
-    def begin(self, now: float, step: int) -> WorkerTimes:
+    def begin(self, now: float, gaps: StepGaps) -> WorkerTimes:
         """Return the times until the first token, which is there now."""
-        self.first_s, self.first_step = now, step
+        self.first_s, self.first_step, self.first_sequences = now, gaps.steps, gaps.sequences
         taken_s = now if self.taken_s is None else self.taken_s
         kv_s = self.kv_s + (0.0 if self.kv_began_s is None else now - self.kv_began_s)
         self.prompt = WorkerTimes(
@@ -126,7 +131,8 @@ class SequenceTimes(msgspec.Struct):
     def finish(self, now: float, gaps: StepGaps, preemptions: int) -> WorkerTimes:
         """Return all times of an answer that ends now."""
         first_s = now if self.first_s is None else self.first_s
-        decode_s = now - first_s
+        decode_s, steps = now - first_s, gaps.steps - self.first_step
+        beside = (gaps.sequences - self.first_sequences) / steps - 1 if steps else 0.0
         return msgspec.structs.replace(
             self.prompt,
             decode_s=decode_s,
@@ -134,4 +140,5 @@ class SequenceTimes(msgspec.Struct):
             preemptions=preemptions,
             recomputed_tokens=self.recomputed_tokens,
             kv_after_s=self.kv_after_s,
+            decode_beside=round(max(0.0, beside), 1),
         )

@@ -171,7 +171,7 @@ class EngineCore(Engine):
             if not sequence.request_state.reply.tokens(ids):
                 self.end_sequence(sequence)
         self.counters.steps += len(ends)
-        self.step_gaps.on_steps(float(ends[-1]), len(ends))
+        self.step_gaps.on_steps(float(ends[-1]), len(running), len(ends))
         self.counters.generated_tokens += len(ends) * len(running)
         if self.token_gaps.target_s:
             self.token_gaps.on_steps(ends.tolist(), len(running))
@@ -185,7 +185,7 @@ class EngineCore(Engine):
         output_tokens = sequence.length - sequence.prompt_tokens
         if output_tokens == 1:
             self.counters.cached_tokens += sequence.cached_tokens
-            begin_reply(sequence, self.step_gaps.steps)
+            begin_reply(sequence, self.step_gaps)
         grammar = sequence.grammar
         if grammar is not None and not sequence.feed_grammar():
             self.end_sequence(sequence, grammar.failure())
@@ -210,11 +210,11 @@ class EngineCore(Engine):
         state.reply.finish(sequence.make_finish(reason, stop_token, times))
 
 
-def begin_reply(sequence: EngineSequence, step: int | None = None) -> None:
-    """Begin the reply of a sequence; a second call changes nothing. `step`: that of its first
-    token; None: it has none yet."""
+def begin_reply(sequence: EngineSequence, gaps: StepGaps | None = None) -> None:
+    """Begin the reply of a sequence; a second call changes nothing. `gaps`: those of the steps up
+    to its first token; None: it has none yet."""
     state = sequence.request_state
-    times = None if step is None else state.times.begin(asyncio.get_running_loop().time(), step)
+    times = None if gaps is None else state.times.begin(asyncio.get_running_loop().time(), gaps)
     if not state.reply_begun:
         state.reply_begun = True
         cached, prompt = sequence.cached_tokens, sequence.prompt_tokens

@@ -43,13 +43,13 @@ def explain_misses(story: EndedStory, marks: Marks) -> CacheMiss | None:
             source, name = first.prefill_worker or "another worker", "slow transfer"
         return CacheMiss(name, f"{source} had not sent the blocks after {waited_s:.2g} s", uncached)
     gone_blocks = held - cached_blocks
+    seen_blocks = first.seen_blocks or 0
     if gone_blocks > blocks // 4:
         name, text = _explain_gone(first)
-        return CacheMiss(name, text, gone_blocks / blocks)
+        return CacheMiss(name, text, max(held, seen_blocks) / blocks - cached_blocks / blocks)
     if first.best_overlap_blocks - held > blocks // 4:
         text = f"another worker held {first.best_overlap_blocks} of {blocks} blocks"
         return CacheMiss("at another worker", text, (first.best_overlap_blocks - held) / blocks)
-    seen_blocks = first.seen_blocks or 0
     if seen_blocks - cached_blocks > blocks // 4:
         text = f"{seen_blocks} of {blocks} blocks were seen before and are evicted"
         return CacheMiss("eviction", text, (seen_blocks - cached_blocks) / blocks)

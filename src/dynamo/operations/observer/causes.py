@@ -53,12 +53,14 @@ class LateRequest:
 
     def loss_before(self, stage: StageTime) -> str:
         """Return the name of the loss but for which a stage would not have been: the worker before
-        had begun to answer. "" if there was none."""
+        had begun to answer, or was predicted to, so that `explain_loss` has told the wait for it.
+        "" if there was none."""
         number = stage.attempt or 0
         if number - 1 not in self.lost or stage.name in ("decode", "deliver"):
             return ""
-        had_token = self.attempts[number - 1].first_us is not None
-        return self.describe_loss(number - 1)[0] if had_token else ""
+        lost = self.attempts[number - 1]
+        known = lost.first_us is not None or lost.predicted_us is not None
+        return self.describe_loss(number - 1)[0] if known else ""
 
     def describe_loss(self, number: int) -> tuple[str, str]:
         """Return the name and the reason of a loss: a plane's, if its worker answers since then."""
@@ -106,8 +108,10 @@ class LateStage:
         """Return the requests that were ahead or beside, as its worker or the router counted."""
         if self.attempt is None or self.name == "place":
             return self.request.story.ahead
-        counted = self.times.ahead_requests if self.name == "queue" else None
-        return self.attempt.load if counted is None else counted
+        counted: float | None = self.times.ahead_requests if self.name == "queue" else None
+        if self.name == "decode":
+            counted = self.times.decode_beside
+        return self.attempt.load if counted is None else round(counted)
 
     def explain(self, name: str, us: float, text: str, worker: str = "") -> Cause:
         """Return a cause that explains `us` of the time that is left."""
@@ -140,18 +144,19 @@ def lost_worker_beside(late: LateStage) -> Cause | None:
     """Requests of a lost worker came to the worker, or took the places that were left."""
     moves = late.request.known.moves
     workers = [late.worker] if late.worker else list(moves)
+    decodes = late.name == "decode"  # where they are beside it until their end
     moved = [
-        (lost, name)
+        (lost, name, late.overlap_us(since_s, ended_s if decodes else first_s))
         for worker in workers
-        for since_s, until_s, lost, name in moves.get(worker, ())
-        if since_s < late.ended_s
-        and until_s > late.began_s
-        and since_s not in late.request.placed_s
+        for since_s, first_s, ended_s, lost, name in moves.get(worker, ())
+        if since_s not in late.request.placed_s
     ]
+    moved = [move for move in moved if move[2]]
     if not moved:
         return None
-    lost, name = moved[-1]
-    share = min(1.0, len(moved) / max(1, late.ahead()))
+    lost, name, _ = moved[-1]
+    beside = sum(us for _, _, us in moved) / late.stage.us if decodes else len(moved)
+    share = min(1.0, beside / max(1, late.ahead()))
     at = f" at {late.worker}, to which" if late.worker else ", while"
     text = f"in stage {late.name}{at} {len(moved)} other requests of {lost} moved"
     return late.explain(name, late.late_us * share, text, lost)
@@ -200,11 +205,37 @@ def long_prompt_ahead(late: LateStage) -> Cause | None:
     return late.explain("long prompt ahead", us, text, worker)
 
 
+def busy_machine(late: LateStage) -> Cause | None:
+    """The worker was ready to compute, but other threads had the cores of its machine."""
+    us = sum(
+        late.overlap_us(since_s, until_s) * seconds / (until_s - since_s)
+        for since_s, until_s, seconds in late.request.known.core_waits.get(late.worker, ())
+    )
+    text = f"in stage {late.name} while {late.worker} was ready, but had no core"
+    return late.explain("busy machine", us, text) if us else None
+
+
+def _slowed_by_batch_us(late: LateStage) -> float:
+    """Return how much longer an answer took because of the others in its batch: as its worker has
+    learnt, else all if there were many."""
+    attempt, beside = late.attempt, late.times.decode_beside
+    timing = late.request.known.timings.get(late.worker, ())
+    if attempt is None:
+        return 0.0
+    if beside is None or len(timing) < len(("c0", "c1", "c2", "c3")):
+        crowd = MANY_TIMES * (late.request.usual_load + 1)
+        return late.rest_us if late.ahead() >= crowd else 0.0
+    more = max(0.0, beside - late.request.usual_load) * attempt.output_tokens
+    context = attempt.prompt_tokens + attempt.output_tokens / 2
+    return more * (timing[2] + timing[3] * context) * 1e3
+
+
 def overload(late: LateStage) -> Cause | None:
     """Many requests waited, or were computed together."""
-    attempt, ahead, us, worker = late.attempt, late.ahead(), late.rest_us, ""
-    crowd = MANY_TIMES * (late.request.usual_load + 1)
-    if attempt is None or (late.name == "decode" and ahead < crowd):
+    attempt, ahead, us, worker = late.attempt, late.ahead(), float(late.rest_us), ""
+    if late.name == "decode":
+        us = _slowed_by_batch_us(late)
+    if attempt is None or not us:
         return None
     tokens = attempt.prompt_tokens - attempt.cached_tokens
     work = "decoding" if late.name == "decode" else f"computing {tokens} prompt tokens"
@@ -259,6 +290,7 @@ RULES: tuple[tuple[Callable[[LateStage], Cause | None], tuple[str, ...]], ...] =
     (lost_worker_beside, ("admit", "place", "queue", "prefill", "decode", UNKNOWN)),
     (admission, ("admit",)),
     (preemption, ("decode",)),
+    (busy_machine, ("send", "queue", "prefill", "decode")),
     (overload, ("place", "queue", "prefill", "decode")),
 )
 """The causes, and the stages that they slow. In this order, each explains what those before it have
@@ -276,6 +308,7 @@ ADVICE = {
     "slow tier": "check the disk or the store behind the tier; `dynamo kv` shows the tiers",
     "long prompt ahead": "use prefill workers, or a smaller engine.max_num_batched_tokens",
     "overload": "add workers: `dynamo scale worker=N`",
+    "busy machine": "give its processes cores of their own, or fewer --threads",
     "eviction": "give more KV memory (--num-blocks), or a tier below it",
     "wrong salt": "send one key, cache_salt and adapter, or set engine.share_cache",
     "at another worker": "route by cached prefixes: --router-mode kv",

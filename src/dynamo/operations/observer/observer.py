@@ -143,7 +143,7 @@ class DeploymentObserver:
                 instance, _ = split_worker_name(name)
                 views[instance] = max(views.get(instance, view), view, key=VIEWS.index)
         workers = sorted({*loads, *sent})
-        self._known.add_loads(loads)
+        self._known.add_loads(loads, self._clock.wall())
         self.collector.workers = len(workers)
         self._loads, self._waiting = loads, sum(each.waiting for each in samples)
         self._views = views

@@ -21,6 +21,7 @@ MIN_PAUSE_US = 500_000
 """A pause of an answer that is a pause even where nobody knows the usual pace."""
 MAX_PREFILLS, MAX_PAUSES = 256, 1_000
 MAX_WORKERS = 4_096
+MIN_CORE_WAIT_S = 0.02
 MIN_PACE_TOKENS = 4
 """A shorter answer does not tell the usual time of a token."""
 LONG_PROMPT_TOKENS = 1_024
@@ -45,8 +46,9 @@ class Surroundings(msgspec.Struct):
     as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
     salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
     by worker, (placed, from, until, tokens). `answered`: when each worker last ended an answer.
-    `moves`: those of requests that lost their worker,
-    by the worker to which they went, (from, until, lost worker, name of the cause)."""
+    `moves`: those of requests that lost their worker, by the worker to which they went, (from,
+    first token, end, lost worker, name of the cause). `core_waits`: how long a worker had no core,
+    (from, until, seconds). `timings`: the coefficients of each worker's step time, in ms."""
 
     pauses: dict[str, deque[tuple[float, float]]] = {}
     planes: deque[tuple[float, float, str, str]] = msgspec.field(
@@ -55,7 +57,10 @@ class Surroundings(msgspec.Struct):
     marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
     prefills: dict[str, deque[tuple[float, float, float, int]]] = {}
     answered: dict[str, float] = {}
-    moves: dict[str, deque[tuple[float, float, str, str]]] = {}
+    moves: dict[str, deque[tuple[float, float, float, str, str]]] = {}
+    core_waits: dict[str, deque[tuple[float, float, float]]] = {}
+    core_totals: dict[str, tuple[float, float]] = {}
+    timings: dict[str, tuple[float, ...]] = {}
 
     def add_moves(self, story: EndedStory) -> None:
         """Note where a request went on after it had lost its worker."""
@@ -66,7 +71,11 @@ class Surroundings(msgspec.Struct):
                 until_us = again.ended_us if again.first_us is None else again.first_us
                 moves = self.moves.setdefault(again.worker, deque(maxlen=MAX_PREFILLS))
                 name = name_of_loss(lost)
-                moves.append((began_s, story.wall_s + until_us / 1e6, lost.worker, name))
+                first_s, ended_s = (
+                    story.wall_s + until_us / 1e6,
+                    story.wall_s + again.ended_us / 1e6,
+                )
+                moves.append((began_s, first_s, ended_s, lost.worker, name))
 
     def add_prefills(self, story: EndedStory) -> None:
         """Note the long prompts that the workers of a request have computed."""
@@ -82,9 +91,17 @@ class Surroundings(msgspec.Struct):
                 prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
                 prefills.append((placed_s, began_s, until_s, tokens))
 
-    def add_loads(self, loads: Mapping[str, Load]) -> None:
-        """Note the last pauses of the event loops of workers."""
+    def add_loads(self, loads: Mapping[str, Load], at_s: float) -> None:
+        """Note the last pauses of the event loops of workers, their waits for a core since the last
+        call, and their step times. `at_s`: the Unix time."""
+        totals = self.core_totals
+        self.core_totals = {worker: (at_s, load.core_wait_s) for worker, load in loads.items()}
+        self.timings = {worker: load.timing for worker, load in loads.items() if load.timing}
         for worker, load in loads.items():
+            since_s, before_s = totals.get(worker, (at_s, load.core_wait_s))
+            if load.core_wait_s - before_s >= MIN_CORE_WAIT_S:
+                waits = self.core_waits.setdefault(worker, deque(maxlen=MAX_PREFILLS))
+                waits.append((since_s, at_s, load.core_wait_s - before_s))
             if load.last_pause is not None:
                 pauses = self.pauses.setdefault(worker, deque(maxlen=MAX_PAUSES))
                 if not pauses or pauses[-1] != load.last_pause:
