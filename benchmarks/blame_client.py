@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # from here on, for tests.su
 from tests.support.servers import ServerProcess
 
 WORDS = ("over", "and", "after", "world", "water", "long", "house", "number", "people", "day")
+SLOWED_S, LATE_S = 0.15, 0.1
 DELAY_FILE = "DYNAMO_BLAME_DELAY"
 """The variable that names a file. While it exists, pulls between workers take so many seconds more."""
 PLUG = f"""
@@ -59,21 +61,39 @@ sys.meta_path.insert(0, Finder)
 
 class Size(NamedTuple):
     """The size of a scene. `token_ms`, `step_ms`: the time of a prompt token and of a step. `short`,
-    `long`, `cached`: the prompt tokens of such requests. `answer`: the tokens of an answer."""
+    `long`, `cached`: the prompt tokens of such requests. `answer`: the tokens of an answer. `block`:
+    the tokens of a KV block. `every_s`: the pause between healthy requests. `slots`: the sequences
+    that a worker computes at once, where that matters."""
 
     workers: int = 2
     token_ms: float = 0.1
     step_ms: float = 5.0
     short: int = 60
     long: int = 5_000
-    cached: int = 3_000
+    cached: int = 2_400
     answer: int = 40
     engine: str = "mock"
+    block: int = 16
+    every_s: float = 0.05
+    slots: int = 24
+    flags: tuple[str, ...] = ()
 
 
 TUNED = Size()
-HELD_OUT = Size(3, 0.15, 7.0, 90, 4_500, 2_200, 32)
-NATIVE = Size(2, 0.0, 0.0, 40, 2_500, 1_500, 30, "native")
+HELD_OUT = Size(
+    4,
+    0.08,
+    8.0,
+    100,
+    6_500,
+    3_000,
+    28,
+    block=32,
+    every_s=0.08,
+    slots=12,
+    flags=("--router-replicas", "1"),
+)
+NATIVE = Size(2, 0.0, 0.0, 40, 4_000, 2_500, 30, "native", slots=8, flags=("--threads", "1"))
 
 
 class Call(NamedTuple):
@@ -88,13 +108,15 @@ class Call(NamedTuple):
 
 PAUSE_S = 0.12
 TICK_S = 0.01
-BLOCKS = 500
-SLOTS = 8
+CACHE_TOKENS = 8_000
+"""What the cache of a worker holds where it is small."""
 
 
 class Client:
     """Sends requests to a deployment and keeps their times by kind. "h": healthy ones. "v": may be
-    hit by the cause. "c": like "v", without the cause. "x": prepare or are the cause."""
+    hit by the cause. "c": like "v", without the cause. "x": prepare or are the cause.
+
+    While it is `calm`, causes do not happen, and "c" is sent for "v"."""
 
     def __init__(
         self, server: Server, size: Size, answers: int, service: ServerProcess | None, delay: Path
@@ -102,6 +124,8 @@ class Client:
         """`answers`: those of requests that may be hit are so many times as long as others."""
         self._answers = answers
         self._lag_s = 0.0
+        self.calm = True
+        self._pool: list[str] = []
         self.server, self.size, self.service, self.delay = server, size, service, delay
         self._where = urlsplit(server.url)
         self._numbers = itertools.count()
@@ -111,6 +135,19 @@ class Client:
     def usual_s(self, kind: str) -> float:
         """Return the median time of healthy requests, for "v" that of equal ones."""
         return median(call.seconds for call in self.calls["c" if kind == "v" else "h"])
+
+    def is_slowed(self, call: Call) -> bool:
+        """Return whether a request took longer than equal ones without the cause."""
+        slow_s = max(self._calm_s(0.95), self.usual_s("v") + SLOWED_S)
+        return call.seconds - call.lag_s > slow_s
+
+    def is_in_time(self, call: Call) -> bool:
+        """Return whether a request was as quick as the quickest of equal ones without the cause."""
+        return call.seconds < self._calm_s(0.05) + LATE_S
+
+    def _calm_s(self, share: float) -> float:
+        seconds = sorted(each.seconds - each.lag_s for each in self.calls["c"])
+        return seconds[int(len(seconds) * share)]
 
     def words(self, count: int) -> str:
         """Return a prompt of about so many tokens."""
@@ -126,6 +163,7 @@ class Client:
         **body: Any,
     ) -> None:
         """Send a request and wait for its whole answer."""
+        kind = "c" if self.calm and kind == "v" else kind
         name, began_s, lag_s = f"{kind}{next(self._numbers)}", time.monotonic(), self._lag_s
         fields = {
             "model": "smol",
@@ -171,31 +209,52 @@ class Client:
 
     def start_long(self) -> list[asyncio.Task[None]]:
         """Send a long prompt to each worker."""
-        sends = (self.send("x", self.words(self.size.long), tokens=1) for _ in self.each_worker())
-        return [asyncio.create_task(send) for send in sends]
+        words = () if self.calm else [self.words(self.size.long) for _ in self.each_worker()]
+        return [asyncio.create_task(self.send("x", prompt, tokens=1)) for prompt in words]
 
     def each_worker(self) -> range:
         """Return a number for each worker."""
         return range(self.size.workers)
 
-    async def cache(self, times: int = 1) -> list[str]:
-        """Have some prompts computed, and return them."""
-        prompts = [self.words(self.size.cached) for _ in range(3)]
-        for prompt in prompts * times:
-            await self.send("x", prompt, tokens=1)
-        return prompts
+    async def send_all(self, prompts: Sequence[str], kind: str = "x", **body: Any) -> None:
+        """Send prompts, as many at once as there are workers."""
+        for first in range(0, len(prompts), self.size.workers):
+            some = prompts[first : first + self.size.workers]
+            await asyncio.gather(*(self.send(kind, prompt, **body) for prompt in some))
 
-    async def fill_caches(self) -> None:
-        """Send other prompts until the caches are full of them."""
-        tokens = self.size.workers * BLOCKS * 16 * 1.4
-        for _ in range(int(tokens / self.size.cached)):
-            await self.send("x", self.words(self.size.cached), tokens=1)
+    def prompts(self, share: float) -> list[str]:
+        """Return new prompts that take such a share of all small caches."""
+        tokens = self.size.workers * CACHE_TOKENS * share
+        return [self.words(self.size.cached) for _ in range(max(1, int(tokens / self.size.cached)))]
+
+    async def next_prompts(self, count: int) -> list[str]:
+        """Return the next of some prompts that come in turn: more than the caches hold, so that
+        others have taken their blocks. While it is calm, they are so few that all are cached."""
+        if self.calm:
+            prompts = self.prompts(0.3)[:2]
+            await self.send_all(prompts * 2, tokens=1)
+            return [prompts[number % len(prompts)] for number in range(count)]
+        if not self._pool:
+            self._pool = self.prompts(1.6)
+            for prompt in self._pool:  # blocks that are used again are worth a place in a tier
+                await self.send("x", prompt, tokens=1)
+                await self.send("x", prompt, tokens=1)
+        taken, self._pool = self._pool[:count], self._pool[count:]
+        self._pool += taken
+        return taken
 
     async def signal_one(self, role: str, number: signal.Signals) -> int:
         """Signal the first process of a role, and return its pid."""
         processes = await self._ready(role)
-        os.kill(processes[0].pid, number)
+        if not self.calm:
+            os.kill(processes[0].pid, number)
         return processes[0].pid
+
+    async def signal_service(self, number: signal.Signals) -> None:
+        """Signal the server that the scenario needs."""
+        assert self.service is not None
+        if not self.calm:
+            await asyncio.to_thread(self.service.signal, number)
 
     async def wait_for_workers(self) -> None:
         """Wait until every worker is ready."""

@@ -6,9 +6,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from blame_client import BLOCKS, PAUSE_S, SLOTS, Client
+from blame_client import PAUSE_S, Client
 from tests.support.servers import NatsProcess, S3Process, ServerProcess
 
 
@@ -16,13 +16,13 @@ async def long_prompt(client: Client) -> None:
     """A long prompt at each worker, and short ones behind it."""
     ahead = client.start_long()
     await asyncio.sleep(PAUSE_S)
-    await client.burst("v", 3 * client.size.workers)
+    await client.burst("v", 6 * client.size.workers)
     await asyncio.gather(*ahead)
 
 
 async def overload(client: Client) -> None:
     """Many requests at once."""
-    await client.burst("v", 5 * SLOTS * client.size.workers)
+    await client.burst("v", (1 if client.calm else 3 * client.size.slots) * client.size.workers)
 
 
 async def frozen(client: Client) -> None:
@@ -35,9 +35,10 @@ async def killed(client: Client) -> None:
     await _signal_worker(client, signal.SIGKILL)
 
 
-async def _signal_worker(client: Client, number: signal.Signals, load: int = SLOTS) -> None:
-    size = client.size
-    burst = asyncio.create_task(client.burst("v", load * size.workers))
+async def _signal_worker(client: Client, number: signal.Signals, loads: float = 1) -> None:
+    burst = asyncio.create_task(
+        client.burst("v", int(loads * client.size.slots * client.size.workers))
+    )
     await asyncio.sleep(2 * PAUSE_S)
     await client.signal_one("worker", number)
     await burst
@@ -46,7 +47,7 @@ async def _signal_worker(client: Client, number: signal.Signals, load: int = SLO
 
 async def stalled(client: Client) -> None:
     """The frontend stands still for less time than the supervisor allows."""
-    burst = asyncio.create_task(client.burst("v", 20))
+    burst = asyncio.create_task(client.burst("v", 40))
     await _stall(client)
     await burst
 
@@ -61,47 +62,51 @@ async def _stall(client: Client) -> None:
 
 async def evicted(client: Client) -> None:
     """Prompts come again after others have taken their blocks."""
-    prompts = await client.cache()
-    await client.fill_caches()
-    for prompt in prompts:
-        await client.send("v", prompt)
+    for prompt in await client.next_prompts(12):
+        await client.send("v", prompt, tokens=FEW_TOKENS)
 
 
 async def salted(client: Client) -> None:
-    """Cached prompts come again with another salt."""
-    for prompt in await client.cache(2):
-        await client.send("v", prompt, cache_salt=f"salt {client.rng.random()}")
+    """Cached prompts come again with other salts."""
+    prompts = client.prompts(0.3)[:2]
+    await client.send_all(prompts, tokens=1)
+    for prompt in prompts * 6:
+        await client.send("v", prompt, tokens=FEW_TOKENS, **_salt(client))
+
+
+def _salt(client: Client) -> dict[str, Any]:
+    return {} if client.calm else {"cache_salt": f"salt {client.rng.random()}"}
 
 
 async def slow_client(client: Client) -> None:
     """Clients do not read for a while. The answers are long, so that buffers fill."""
-    await client.burst("v", 6, read_after_s=3.5, stream=True)
+    await client.burst("v", 16, read_after_s=0.0 if client.calm else 3.5, stream=True)
 
 
 async def plane_away(client: Client) -> None:
     """The server of the request plane stands still, with answers on their way."""
-    service = _service_of(client)
-    burst = asyncio.create_task(client.burst("v", 10))
+    burst = asyncio.create_task(client.burst("v", 20))
     await asyncio.sleep(PAUSE_S)
-    await asyncio.to_thread(service.signal, signal.SIGSTOP)
-    late = asyncio.create_task(client.burst("v", 10))
-    await asyncio.sleep(2.5)
-    await asyncio.to_thread(service.signal, signal.SIGCONT)
+    await client.signal_service(signal.SIGSTOP)
+    late = asyncio.create_task(client.burst("v", 20))
+    await asyncio.sleep(0.0 if client.calm else 2.5)
+    await client.signal_service(signal.SIGCONT)
     await asyncio.gather(burst, late)
-    await asyncio.sleep(7.0)  # calls go directly for 5 s
+    await asyncio.sleep(0.0 if client.calm else 7.0)  # calls go directly for 5 s
 
 
 async def stale_index(client: Client) -> None:
     """Prompts come again after others took their blocks, of which no event tells the router."""
-    service = _service_of(client)
-    prompts = await client.cache()
-    await asyncio.sleep(0.5)
-    await asyncio.to_thread(service.signal, signal.SIGSTOP)
-    await client.fill_caches()
+    prompts = client.prompts(0.3 if client.calm else 0.7)
+    await client.send_all(prompts, tokens=1)
+    await asyncio.sleep(0.3)
+    if not client.calm:
+        await client.signal_service(signal.SIGSTOP)
+        await client.send_all(client.prompts(1.4), tokens=1)
     for prompt in prompts:
-        await client.send("v", prompt)
-    await asyncio.to_thread(service.signal, signal.SIGCONT)
-    await asyncio.sleep(1.0)
+        await client.send("v", prompt, tokens=FEW_TOKENS)
+    await client.signal_service(signal.SIGCONT)
+    await asyncio.sleep(0.5)
 
 
 async def slow_tier(client: Client) -> None:
@@ -110,58 +115,56 @@ async def slow_tier(client: Client) -> None:
 
 
 async def _load_slowly(client: Client, others: int = 0) -> None:
-    service = _service_of(client)
-    prompts = await client.cache(2)  # blocks that are used again are worth a place in the store
-    await client.fill_caches()
-    await asyncio.sleep(2.0)  # blocks go to the store in the background
-    for prompt in prompts:
-        await asyncio.to_thread(service.signal, signal.SIGSTOP)
-        burst = asyncio.create_task(client.burst("x", others))
-        await asyncio.sleep(PAUSE_S)
-        again = asyncio.create_task(client.send("v", prompt))
-        await asyncio.sleep(1.8 if others else 0.8)
-        await asyncio.to_thread(service.signal, signal.SIGCONT)
-        await asyncio.gather(burst, again)
+    prompts = await client.next_prompts(3 * client.size.workers)
+    await client.signal_service(signal.SIGSTOP)
+    burst = asyncio.create_task(client.burst("x", 0 if client.calm else others))
+    await asyncio.sleep(PAUSE_S)
+    again = [asyncio.create_task(client.send("v", prompt, tokens=FEW_TOKENS)) for prompt in prompts]
+    await asyncio.sleep(0.0 if client.calm else 1.8 if others else 0.8)
+    await client.signal_service(signal.SIGCONT)
+    await asyncio.gather(burst, *again)
 
 
 async def slow_transfer(client: Client) -> None:
     """Pulls between workers take longer for a while."""
-    client.delay.write_text("0.6")
+    if not client.calm:
+        client.delay.write_text("0.6")
     for _ in range(4):
         await client.burst("v", 4)
-    client.delay.unlink()
+    client.delay.unlink(missing_ok=True)
 
 
 async def salted_behind(client: Client) -> None:
     """Cached prompts come with another salt, behind a long prompt at each worker."""
-    for prompt in await client.cache(2):
-        ahead = client.start_long()
-        await asyncio.sleep(PAUSE_S)
-        await client.send("v", prompt, cache_salt=f"salt {client.rng.random()}")
-        await asyncio.gather(*ahead)
+    prompts = [client.words(client.size.cached) for _ in client.each_worker()]
+    await client.send_all(prompts * 2, tokens=1)
+    for _ in range(5):
+        await _send_behind(client, prompts, **_salt(client))
 
 
 async def evicted_behind(client: Client) -> None:
     """Evicted prompts come again, behind a long prompt at each worker."""
-    prompts = await client.cache()
-    await client.fill_caches()
-    for prompt in prompts:
-        ahead = client.start_long()
-        await asyncio.sleep(PAUSE_S)
-        await client.send("v", prompt)
-        await asyncio.gather(*ahead)
+    await _send_behind(client, await client.next_prompts(client.size.workers))
+
+
+async def _send_behind(client: Client, prompts: list[str], **body: Any) -> None:
+    ahead = client.start_long()
+    await asyncio.sleep(PAUSE_S)
+    await asyncio.gather(
+        *(client.send("v", prompt, tokens=FEW_TOKENS, **body) for prompt in prompts), *ahead
+    )
 
 
 async def killed_overloaded(client: Client) -> None:
     """A worker is killed while twice as many requests are there as have a place."""
-    await _signal_worker(client, signal.SIGKILL, 2 * SLOTS)
+    await _signal_worker(client, signal.SIGKILL, 0.5 if client.calm else 2)
 
 
 async def frozen_behind(client: Client) -> None:
     """A worker stands still, and short requests wait there behind a long prompt."""
     ahead = client.start_long()
     await asyncio.sleep(PAUSE_S)
-    burst = asyncio.create_task(client.burst("v", 6 * client.size.workers))
+    burst = asyncio.create_task(client.burst("v", 12 * client.size.workers))
     await asyncio.sleep(PAUSE_S)
     await client.signal_one("worker", signal.SIGSTOP)
     await asyncio.gather(burst, *ahead)
@@ -170,35 +173,29 @@ async def frozen_behind(client: Client) -> None:
 
 async def slow_tier_overloaded(client: Client) -> None:
     """The object store stands still, and many requests come at once."""
-    await _load_slowly(client, 2 * SLOTS * client.size.workers)
+    await _load_slowly(client, 2 * client.size.slots * client.size.workers)
 
 
 async def stalled_slow_client(client: Client) -> None:
     """The frontend stands still, and then clients do not read for a while."""
-    burst = asyncio.create_task(client.burst("v", 6, read_after_s=4.5, stream=True))
+    read_after_s = 0.0 if client.calm else 4.5
+    burst = asyncio.create_task(client.burst("v", 12, read_after_s=read_after_s, stream=True))
     await _stall(client)
     await burst
 
 
 async def plane_away_killed(client: Client) -> None:
     """The server of the request plane stands still, then a worker is killed."""
-    service = _service_of(client)
-    size = client.size
-    burst = asyncio.create_task(client.burst("v", 4 * size.workers))
+    burst = asyncio.create_task(client.burst("v", 16 * client.size.workers))
     await asyncio.sleep(PAUSE_S)
-    await asyncio.to_thread(service.signal, signal.SIGSTOP)
-    await asyncio.sleep(1.6)
+    await client.signal_service(signal.SIGSTOP)
+    await asyncio.sleep(0.0 if client.calm else 1.6)
     await client.signal_one("worker", signal.SIGKILL)
-    await asyncio.sleep(1.0)
-    await asyncio.to_thread(service.signal, signal.SIGCONT)
+    await asyncio.sleep(0.0 if client.calm else 1.0)
+    await client.signal_service(signal.SIGCONT)
     await burst
     await client.wait_for_workers()
-    await asyncio.sleep(7.0)
-
-
-def _service_of(client: Client) -> ServerProcess:
-    assert client.service is not None
-    return client.service
+    await asyncio.sleep(0.0 if client.calm else 7.0)
 
 
 class Scenario(NamedTuple):
@@ -218,15 +215,18 @@ class Scenario(NamedTuple):
     needs_blocks: bool = False
 
 
-FULL = ("--num-blocks", str(BLOCKS))
-FEW = ("--max-num-seqs", str(SLOTS))
+FEW_TOKENS = 5
+"""Those of an answer, where the prompt matters."""
+FULL = ("--num-blocks", "{blocks}")
+"""Small caches: `CACHE_TOKENS` in blocks of the scene's size."""
+FEW = ("--max-num-seqs", "{slots}")
 TCP_REQUESTS = ("--request-plane", "tcp://127.0.0.1:0")
 """With NATS for events alone."""
 TIER = (*FULL, "--kv-remote-url", "s3://kv-blocks/blame")
 DISAGGREGATED = (
     *("--prefill-workers", "1", "--disagg", "always", "--transfer-plane", "tcp://127.0.0.1:0"),
 )
-SLOW_PROMPTS = (0.5, 5.0)
+SLOW_PROMPTS = (0.3, 5.0)
 """A prompt is loaded from the store, since computing it takes longer."""
 
 SCENARIOS = {
