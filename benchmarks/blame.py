@@ -3,13 +3,11 @@
 
     benchmarks/blame.py --model DIR [--causes frozen,overload] [--requests 200] [--scene held-out]
 
-For each cause, a fresh deployment first serves healthy requests, and those of the scene without its
-cause: the calm ones. Then the cause is injected again and again until so many requests were slowed
-by it, that is, took `SLOWED_S` longer than the median of calm ones, and longer than 95 % of them.
+For each cause, a fresh deployment first serves healthy requests. Then the cause is injected again
+and again, in turn with the same scene without it, the calm one, until so many requests were slowed, that is, took `SLOWED_S` longer than the median of calm ones, and longer than 95 % of them.
 The target is that the observer names the cause first for 95 % of them; of a pair, both among the
 first two. At most 2 % of the other requests may be blamed: calm ones and those that came at other
-times, however long they took, and those that lost no worker and took less than `LATE_S` longer
-than the quickest calm ones.
+times, however long they took, and those that lost no worker and took no longer than usual.
 Healthy requests that were slow at the time of the cause are only shown, since the machine has
 slowed some of them. Time in which this process itself stood still is subtracted.
 
@@ -167,15 +165,15 @@ async def run_scenario(
             await client.burst("h", 2)
         await scenario.inject(client)  # the first time is slower
         client.calls["c"].clear()
-        while len(client.calls["c"]) < CALM:
-            await scenario.inject(client)
-        client.calm = False
         until_s, windows = time.monotonic() + args.limit, list[tuple[float, float]]()
         background.append(asyncio.create_task(send_steadily(client)))
         while time.monotonic() < until_s and args.requests > sum(
             client.is_slowed(call) for call in client.calls["v"]
         ):
-            began_s = time.monotonic()
+            client.calm = len(windows) % 2 == 0 or len(client.calls["c"]) < CALM
+            if client.calm:
+                await scenario.inject(client)
+            client.calm, began_s = False, time.monotonic()
             await scenario.inject(client)
             windows.append((began_s, time.monotonic()))
             await asyncio.sleep(BETWEEN_S)
@@ -231,8 +229,7 @@ class Judged:
         ]
         self.beside = [call for call in known["h"] if self._is_beside(call)]
         healthy = known["c"] + [call for call in known["h"] if not self._is_beside(call)]
-        in_time = [c for c in self.beside if self.late_s(c) < LATE_S]
-        in_time += [c for c in known["v"] if client.is_in_time(c)]
+        in_time = [c for c in (*self.beside, *known["v"]) if client.is_in_time(c)]
         self.others = healthy + [c for c in in_time if not has_moved(stories[c.name])]
         self.missed = [call for call in self.slowed if not self._is_right(call)]
         causes = set(scenario.causes)

@@ -138,16 +138,13 @@ class Client:
 
     def is_slowed(self, call: Call) -> bool:
         """Return whether a request took longer than equal ones without the cause."""
-        slow_s = max(self._calm_s(0.95), self.usual_s("v") + SLOWED_S)
-        return call.seconds - call.lag_s > slow_s
+        seconds = sorted(each.seconds - each.lag_s for each in self.calls["c"])
+        slow_s = seconds[int(len(seconds) * 0.95)]
+        return call.seconds - call.lag_s > max(slow_s, self.usual_s("v") + SLOWED_S)
 
     def is_in_time(self, call: Call) -> bool:
-        """Return whether a request was as quick as the quickest of equal ones without the cause."""
-        return call.seconds < self._calm_s(0.05) + LATE_S
-
-    def _calm_s(self, share: float) -> float:
-        seconds = sorted(each.seconds - each.lag_s for each in self.calls["c"])
-        return seconds[int(len(seconds) * share)]
+        """Return whether a request took no longer than equal ones without the cause."""
+        return call.seconds <= self.usual_s(call.name[0])
 
     def words(self, count: int) -> str:
         """Return a prompt of about so many tokens."""

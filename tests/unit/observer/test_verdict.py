@@ -228,9 +228,11 @@ def test_an_answer_in_a_larger_batch_is_overload_for_as_much_as_its_worker_has_l
     times = replace(USUAL, decode_s=1.0, decode_beside=7.0)
     slow = make_attempt(ended_us=1_051_000, times=times, load=0, output_tokens=10)
     assert verdict_on(late_story(slow), known).cause == "overload", "so many are always a reason"
-    known.add_loads({"w1": Load(timing=(2.0, 0.1, 10.0, 0.0, 0.0))}, 1_000.0)
-    verdict = verdict_on(late_story(slow), known)
-    assert [(cause.name, cause.us) for cause in verdict.causes] == [("overload", 700_000)]
+    known.add_loads({"w1": Load(timing=(2.0, 0.1, 20.0, 0.0, 0.0))}, 1_000.0)
+    few = replace(slow, times=replace(times, decode_beside=3.0))
+    for attempt, us in ((slow, 900_000), (few, 600_000)):
+        verdict = verdict_on(late_story(attempt), known)
+        assert [(cause.name, cause.us) for cause in verdict.causes] == [("overload", us)]
     known.add_loads({"w1": Load(timing=(2.0, 0.1, 0.0, 0.0, 0.0))}, 1_001.0)
     assert verdict_on(late_story(slow), known).cause == "unexplained: decode"
 
@@ -256,6 +258,8 @@ def test_a_worker_without_a_core_explains_its_slow_steps() -> None:
     assert (verdict.cause, verdict.causes[0].us) == ("busy machine", 862_249)
     assert "in stage decode while w1 was ready, but had no core" in verdict.text
     assert verdict_on(late_story(slow)).cause == "unexplained: decode"
+    slow.load = 9
+    assert verdict_on(late_story(slow), known).cause == "overload", "these need the cores"
 
 
 def test_a_quarter_of_an_hour_of_late_requests_is_not_usual() -> None:

@@ -113,6 +113,10 @@ class LateStage:
             counted = self.times.decode_beside
         return self.attempt.load if counted is None else round(counted)
 
+    def is_crowded(self) -> bool:
+        """Return whether there were many times the usual requests beside."""
+        return self.ahead() >= MANY_TIMES * (self.request.usual_load + 1)
+
     def explain(self, name: str, us: float, text: str, worker: str = "") -> Cause:
         """Return a cause that explains `us` of the time that is left."""
         return Cause(name, min(int(us), self.rest_us), text, self.name, worker or self.worker)
@@ -206,7 +210,10 @@ def long_prompt_ahead(late: LateStage) -> Cause | None:
 
 
 def busy_machine(late: LateStage) -> Cause | None:
-    """The worker was ready to compute, but other threads had the cores of its machine."""
+    """The worker was ready to compute, but other threads had the cores of its machine. Where many
+    answers are computed at once, these need the cores."""
+    if late.name == "decode" and late.is_crowded():
+        return None
     us = sum(
         late.overlap_us(since_s, until_s) * seconds / (until_s - since_s)
         for since_s, until_s, seconds in late.request.known.core_waits.get(late.worker, ())
@@ -217,17 +224,19 @@ def busy_machine(late: LateStage) -> Cause | None:
 
 def _slowed_by_batch_us(late: LateStage) -> float:
     """Return how much longer an answer took because of the others in its batch: as its worker has
-    learnt, else all if there were many."""
+    learnt, or all if there were many and they cost something."""
     attempt, beside = late.attempt, late.times.decode_beside
     timing = late.request.known.timings.get(late.worker, ())
     if attempt is None:
         return 0.0
-    if beside is None or len(timing) < len(("c0", "c1", "c2", "c3")):
-        crowd = MANY_TIMES * (late.request.usual_load + 1)
-        return late.rest_us if late.ahead() >= crowd else 0.0
-    more = max(0.0, beside - late.request.usual_load) * attempt.output_tokens
-    context = attempt.prompt_tokens + attempt.output_tokens / 2
-    return more * (timing[2] + timing[3] * context) * 1e3
+    cost_us = 0.0
+    if beside is not None and len(timing) >= len(("c0", "c1", "c2", "c3")):
+        more = max(0.0, beside - late.request.usual_load) * attempt.output_tokens
+        context = attempt.prompt_tokens + attempt.output_tokens / 2
+        cost_us = more * (timing[2] + timing[3] * context) * 1e3
+        if cost_us < MIN_STAGE_US:
+            return 0.0
+    return late.rest_us if late.is_crowded() else cost_us
 
 
 def overload(late: LateStage) -> Cause | None:
