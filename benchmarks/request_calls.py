@@ -358,12 +358,16 @@ async def main(arguments: argparse.Namespace) -> None:
         publisher = StoryPublisher(runtime, routing.sample, application.metrics)
         record = state if arguments.record else ""
         listeners = await open_listeners(runtime, publisher, stack, record)
-        stories = Stories(listeners, runtime.clock.wall)
+        stories = Stories(listeners, runtime.clock)
+
+        def publish() -> None:
+            stories.flush()
+            publisher.publish()
 
         def tell(name: str) -> None:
             application.generation.stories = None if name == "none" else stories
             application.trace_ratio = RATIOS[name]
-            stories.keeps_options = application.trace_ratio is not None
+            publisher.exports = application.trace_ratio is not None
 
         tell(arguments.stories)
         ModelWatcher(runtime, gateway, routing).start()
@@ -383,7 +387,7 @@ async def main(arguments: argparse.Namespace) -> None:
         await frontend.connect_workers(runtime.clock)
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready
-        await report(arguments, frontend, publisher.publish, tell)
+        await report(arguments, frontend, publish, tell)
 
 
 if __name__ == "__main__":

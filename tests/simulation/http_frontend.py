@@ -79,7 +79,8 @@ class SimulatedServer:
         self._publisher = StoryPublisher(runtime, lambda: None)
         await self._publisher.start()
         listeners = [self._publisher.add, self._keep]
-        application.generation.stories = Stories(listeners, runtime.clock.wall)
+        self._stories = Stories(listeners, runtime.clock)
+        application.generation.stories = self._stories
         prompts = SimulatedPrompts(self._prompt_tokens, Random(self._number))
         processor = RandomPrompts(self.frontend, prompts)
         gateway.add(ServedModel((MODEL_NAME,), processor, 0, 16_384))
@@ -92,13 +93,19 @@ class SimulatedServer:
             application.check_headers,
         )
 
-    def _keep(self, story: Story) -> None:
-        self.stories[story.client_id] = story
+    def _keep(self, stories: Sequence[Story]) -> None:
+        self.stories.update((story.client_id, story) for story in stories)
+
+    def take_story(self, client_id: str) -> Story:
+        """Return the story of a request that has ended."""
+        self._stories.flush()
+        return self.stories.pop(client_id)
 
     async def stop(self) -> None:
         """Stop regularly, after the last request."""
         await self.http.tasks.join()
         self.frontend.events.network.rejoin()
+        self._stories.flush()
         await self._publisher.close()
         self._application.generation.deadlines.close()
         await self.frontend.shutdown()

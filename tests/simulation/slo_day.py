@@ -332,5 +332,5 @@ async def _send(
         exchange.leave()
     tally.kinds[exchange.judge(left=left)] += 1
     await clock.wait_until_idle()
-    difference_s = exchange.difference_s(server.stories.pop(name))
+    difference_s = exchange.difference_s(server.take_story(name))
     tally.difference_s = max(tally.difference_s, difference_s)

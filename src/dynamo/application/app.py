@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
+from random import random
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +34,7 @@ from dynamo.core.errors import DynamoError, InternalError, InvalidRequest, Serve
 from dynamo.core.settings.schema import ResponsesSettings, ServerSettings
 from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
+from dynamo.telemetry.trace_context import begin_trace, take_over_trace
 
 
 class RouterApplication:
@@ -306,8 +308,13 @@ class Application:
         own_id = ids.make_unique(client_id) if client_id else ids.generate()
         cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
         exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
-        if b"traceparent" in headers or self.trace_ratio is not None:
-            exchange.take_over_trace(self.trace_ratio)
+        ratio, trace = self.trace_ratio, None
+        if b"traceparent" in headers:
+            trace = take_over_trace(headers, own_id, exported=ratio is not None)
+        if trace is None and ratio and random() < ratio:
+            trace = begin_trace(own_id)
+        if trace is not None:
+            exchange.join_trace(trace)
         if request.path.startswith(MESSAGES_PATH):
             exchange.use_error_format(ANTHROPIC_ERRORS)
         return exchange

@@ -15,7 +15,7 @@ from dynamo.application.http_errors import OPENAI_ERRORS, ErrorFormat, Headers, 
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
 from dynamo.telemetry.story import Story
-from dynamo.telemetry.trace_context import TraceContext, take_over_trace
+from dynamo.telemetry.trace_context import TraceContext
 
 _FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:\-]")
 MAX_REQUEST_ID_LENGTH = 128
@@ -121,11 +121,10 @@ class Exchange:
         for header in error_format.request_id_headers:
             self.headers += ((header, self.client_request_id),)
 
-    def take_over_trace(self, ratio: float | None) -> None:
-        """Join the trace of the client, or begin one (`trace_context.take_over_trace`)."""
-        self.trace = trace = take_over_trace(self.request.headers, self.request_id, ratio)
-        if trace is not None:
-            self.headers += trace.answer_headers()
+    def join_trace(self, trace: TraceContext) -> None:
+        """Be part of a trace, and tell the client so."""
+        self.trace = trace
+        self.headers += trace.answer_headers()
 
     def send(self, content_type: str, body: bytes) -> None:
         """Send a complete answer of any type."""

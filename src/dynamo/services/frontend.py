@@ -217,10 +217,9 @@ class FrontendService:
             self._publisher = StoryPublisher(runtime, self._routing.sample, application.metrics)
             listeners.append(self._publisher.add)
         if self._publisher is not None and (options := TraceOptions.from_environ(os.environ)):
-            application.trace_ratio = options.ratio
+            application.trace_ratio, self._publisher.exports = options.ratio, True
         if listeners:
-            application.generation.stories = stories = Stories(listeners, runtime.clock.wall)
-            stories.keeps_options = application.trace_ratio is not None
+            application.generation.stories = Stories(listeners, runtime.clock)
 
         def apply_settings(settings: Settings) -> None:
             application.update_settings(settings.server, settings.router.ttft_slo)
@@ -231,6 +230,8 @@ class FrontendService:
 
     async def _stop(self, drain_s: float, http: HttpServer, application: Application) -> None:
         await run_all(http.stop(drain_s), application.close(drain_s))
+        if (stories := application.generation.stories) is not None:
+            stories.flush()
         if self._recorder is not None:
             await self._recorder.close()
         if self._publisher is not None:

@@ -12,15 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import msgspec
 
+from dynamo.core.text import TextOptions
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.core.values import GenerateRequest
 from dynamo.telemetry.trace_context import TraceContext
 
+NO_OPTIONS = TextOptions()
+if TYPE_CHECKING:
+    Microseconds = int
+else:
+    Microseconds = float
+    """Whole ones for receivers of a story. Its sender leaves rounding to them."""
+US_PER_S: Any = 1e6
 FINGERPRINT_BYTES = 1024
 """The first so many bytes of a prompt's ids tell it from others: 256 tokens."""
 
@@ -55,10 +63,10 @@ class AttemptFacts(msgspec.Struct, array_like=True, gc=False):
     mode: str
     view: str
     candidates: int
-    choosing_us: int
-    placed_us: int
-    first_us: int | None
-    ended_us: int
+    choosing_us: Microseconds
+    placed_us: Microseconds
+    first_us: Microseconds | None
+    ended_us: Microseconds
     error: str
     reason: str
     resumed: int
@@ -71,8 +79,8 @@ class AttemptFacts(msgspec.Struct, array_like=True, gc=False):
     seen_blocks: int | None
     cached_tokens: int
     output_tokens: int
-    waited_us: int
-    predicted_us: int | None
+    waited_us: Microseconds
+    predicted_us: Microseconds | None
     harm_weight: float | None
     itl_slo_ms: float
     times: WorkerTimes | None
@@ -102,13 +110,13 @@ class EndedStory(msgspec.Struct, array_like=True, gc=False):
     model: str
     end: str
     wall_s: float
-    read_us: int
-    limit_us: int
-    admitting_us: int | None
-    first_us: int | None
-    ended_us: int
-    gap_us: int
-    stalled_us: int
+    read_us: Microseconds
+    limit_us: Microseconds
+    admitting_us: Microseconds | None
+    first_us: Microseconds | None
+    ended_us: Microseconds
+    gap_us: Microseconds
+    stalled_us: Microseconds
     waited_for: str
     ahead: int
     priority: int
@@ -138,35 +146,32 @@ class StoryAttempt(Protocol):
 
 class Story(msgspec.Struct):
     """The facts of an HTTP request, while it is served. Times with `_s` are seconds of the
-    process's clock, `wall_s` is the arrival since 1970.
+    process's clock.
 
-    `headers` are the client's. `options`: those of a request for text, and whether it is streamed,
-    where spans are exported. `attempts` are in the order in which they were made, one for each
-    attempt of each choice. Token counts are sums over `prompts` and their `choices`. `limit_s` was
-    waited for a place of the model. `end` is "" for a whole answer, else an error code or
-    "cancelled". `ended`: set at the end, for listeners.
+    `headers` are the client's. `options` are `NO_OPTIONS` unless it asks for text. `attempts` are
+    in the order in which they were made, one for each attempt of each choice. Token counts are sums
+    over `prompts` and their `choices`. `limit_s` was waited for a place of the model. `admitted`:
+    the prompt, which was encoded at `admitting_s`. `end` is "" for a whole answer, else an error
+    code or "cancelled". `ended`: set at the end, for listeners.
     """
 
     request_id: str
     client_id: str
     path: str
     model: str
-    wall_s: float
     began_s: float
     read_s: float
     headers: Mapping[bytes, bytes]
-    priority: int
-    choices: int
+    options: TextOptions
+    streaming: bool
     prompts: int
     trace: TraceContext | None = None
-    options: Any = None
     attempts: list[StoryAttempt] = []
     limit_s: float = 0.0
     admitting_s: float | None = None
     waited_for: str = ""
     ahead: int = 0
-    prompt_mark: int = 0
-    salt_mark: int = 0
+    admitted: GenerateRequest | None = None
     first_s: float | None = None
     ended_s: float = 0.0
     gap_s: float = 0.0
@@ -177,15 +182,13 @@ class Story(msgspec.Struct):
     end: str = ""
     ended: EndedStory | None = None
 
-    def on_admission(self, now: float, request: GenerateRequest) -> None:
-        """Note the first prompt that is encoded, and will be sent."""
-        self.admitting_s = now
-        self.prompt_mark = crc32(request.token_ids[:FINGERPRINT_BYTES])
-        if request.salt or request.adapter:
-            self.salt_mark = crc32(f"{request.salt}\0{request.adapter}".encode())
-
-    def close(self) -> EndedStory:
+    def close(self, wall_offset_s: float) -> EndedStory:
         """Return the story as it is sent. The attempts can go then."""
+        options, request, prompt_mark, salt_mark = self.options, self.admitted, 0, 0
+        if request is not None:
+            prompt_mark = crc32(request.token_ids[:FINGERPRINT_BYTES])
+            if request.salt or request.adapter:
+                salt_mark = crc32(f"{request.salt}\0{request.adapter}".encode())
         began_s, admitting_s, first_s = self.began_s, self.admitting_s, self.first_s
         attempts = []
         for attempt in self.attempts:  # a comprehension is a call in CPython 3.11
@@ -197,31 +200,29 @@ class Story(msgspec.Struct):
             self.path,
             self.model,
             self.end,
-            self.wall_s,
-            int((self.read_s - began_s) * 1e6),
-            int(self.limit_s * 1e6),
-            None if admitting_s is None else int((admitting_s - began_s) * 1e6),
-            None if first_s is None else int((first_s - began_s) * 1e6),
-            int((self.ended_s - began_s) * 1e6),
-            int(self.gap_s * 1e6),
-            int(self.stalled_s * 1e6),
+            began_s + wall_offset_s,
+            (self.read_s - began_s) * US_PER_S,
+            self.limit_s * US_PER_S,
+            None if admitting_s is None else (admitting_s - began_s) * US_PER_S,
+            None if first_s is None else (first_s - began_s) * US_PER_S,
+            (self.ended_s - began_s) * US_PER_S,
+            self.gap_s * US_PER_S,
+            self.stalled_s * US_PER_S,
             self.waited_for,
             self.ahead,
-            self.priority,
-            self.choices,
+            options.priority,
+            options.n,
             self.prompts,
             self.prompt_tokens,
             self.cached_tokens,
             self.output_tokens,
-            self.prompt_mark,
-            self.salt_mark,
+            prompt_mark,
+            salt_mark,
             tuple(attempts),
         )
         if (trace := self.trace) is not None:
             ended.trace, ended.parent_id = trace.trace_id, trace.parent_id
             ended.trace_flags, ended.trace_state = trace.flags, trace.state
-        if self.options is not None:
-            ended.options = self.options
         return ended
 
 
@@ -261,12 +262,36 @@ class StoryBatch(msgspec.Struct, array_like=True):
 
 
 STORIES_SUBJECT = "stories"
+STORY_TIMES = tuple(name for name in EndedStory.__struct_fields__ if name.endswith("_us"))
+ATTEMPT_TIMES = tuple(name for name in AttemptFacts.__struct_fields__ if name.endswith("_us"))
 encode_batch = msgspec.msgpack.Encoder().encode
 encode_story_into = msgspec.msgpack.Encoder().encode_into
-decode_batch = msgspec.msgpack.Decoder(StoryBatch).decode
+_decode = msgspec.msgpack.Decoder(StoryBatch).decode
 
-StoryListener = Callable[[Story], None]
-"""Receives each story at its end. Runs on the event loop and must be short."""
+
+def decode_batch(payload: bytes) -> StoryBatch:
+    """Return a batch with times in whole microseconds. Raises `msgspec.ValidationError`."""
+    batch = _decode(payload)
+    try:
+        for choice in batch.choices:
+            _round_times(choice.attempt, ATTEMPT_TIMES)
+        for story in batch.stories:
+            _round_times(story, STORY_TIMES)
+            for attempt in story.attempts:
+                _round_times(attempt, ATTEMPT_TIMES)
+    except (ValueError, OverflowError) as error:  # infinity, or no number
+        raise msgspec.ValidationError(str(error)) from error
+    return batch
+
+
+def _round_times(facts: EndedStory | AttemptFacts, names: Sequence[str]) -> None:
+    for name in names:
+        if (us := getattr(facts, name)) is not None:
+            setattr(facts, name, int(us))
+
+
+StoryListener = Callable[[Sequence[Story]], None]
+"""Receives stories that have ended. Runs on the event loop and must be short."""
 
 current_story: ContextVar[Story | None] = ContextVar("current_story", default=None)
 """The story of the request that the current task handles; None where no story is told."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from zlib import crc32
 
 import msgspec
 
@@ -43,24 +42,17 @@ class TraceContext(msgspec.Struct, frozen=True):
 
 def make_span_id(name: str) -> str:
     """Return the id of the span of a name that no other span has."""
-    return _make_ids(name, 0)[32:]
+    return _make_ids(name)[32:]
 
 
 def make_trace_id(request_id: str) -> str:
     """Return the id of the trace of a request whose client has none."""
-    return _make_ids(request_id, _mix(request_id))[:32]
+    return _make_ids(request_id)[:32]
 
 
-def _make_ids(name: str, mixed: int) -> str:
+def _make_ids(name: str) -> str:
     """Return the id of a trace (32 characters) that begins here, and that of its root."""
-    digest = blake2b(name.encode(), digest_size=20).digest()
-    return (digest[:9] + mixed.to_bytes(4, "big") + digest[9:]).hex()
-
-
-def _mix(request_id: str) -> int:
-    """Return the 32 bits by which `is_chosen` chooses. For most requests they are all that is made
-    of a trace, so that they are no hash of cryptography."""
-    return crc32(request_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    return blake2b(name.encode(), digest_size=24).hexdigest()
 
 
 def attempt_key(context: Context, choice: int) -> str:
@@ -69,37 +61,37 @@ def attempt_key(context: Context, choice: int) -> str:
 
 
 def is_chosen(trace_id: str, ratio: float) -> bool:
-    """Return whether a trace belongs to a share of all traces, the same in each process."""
+    """Return whether the trace of a client belongs to a share of all traces."""
     return int(trace_id[-14:-6], 16) < ratio * (1 << 32)
 
 
+def begin_trace(request_id: str) -> TraceContext:
+    """Begin the trace of a request. The observer makes the same id if it exports one that has no
+    trace."""
+    ids = _make_ids(request_id)
+    trace_id = ids[:32]
+    return TraceContext(trace_id, "", None, "", f"00-{trace_id}-{ids[32:]}-01")
+
+
 def take_over_trace(
-    headers: Mapping[bytes, bytes], request_id: str, ratio: float | None
+    headers: Mapping[bytes, bytes], request_id: str, *, exported: bool
 ) -> TraceContext | None:
-    """Return the trace of a request. Without one of its client, a share `ratio` of all requests
-    begins one here, and the others have None. `ratio` is None where no spans are exported."""
+    """Return the trace of the client; None if it has none. `exported`: our spans are part of it."""
     sent = headers.get(b"traceparent", b"")
     match = _HEADER.fullmatch(sent) if sent and len(sent) <= MAX_TRACE_BYTES else None
-    if match is not None:
-        version, trace, parent, flags_text, rest = match.groups()
-        is_wrong = version == b"ff" or (version == b"00" and rest) or not trace.strip(b"0")
-        match = None if is_wrong or not parent.strip(b"0") else match
     if match is None:
-        if ratio is None:
-            return None
-        mixed = _mix(request_id)
-        if mixed >= ratio * (1 << 32):
-            return None  # the observer makes the same id if it exports the request all the same
-        ids = _make_ids(request_id, mixed)
-        trace_id = ids[:32]
-        header = f"00-{trace_id}-{ids[32:]}-01"
-        return TraceContext(trace_id, "", None, "", header)
+        return None
+    version, trace, parent, flags_text, rest = match.groups()
+    if version == b"ff" or (version == b"00" and rest) or not trace.strip(b"0"):
+        return None
+    if not parent.strip(b"0"):
+        return None
     state = headers.get(b"tracestate", b"")
     if len(state) > MAX_STATE_BYTES or not _STATE.fullmatch(state):
         state = b""
     trace_id, parent_id, flags = trace.decode(), parent.decode(), int(flags_text, 16)
     header = sent.decode()
-    if ratio is not None:
+    if exported:
         header = f"00-{trace_id}-{make_span_id(request_id)}-{flags & SAMPLED:02x}"
     return TraceContext(trace_id, parent_id, flags, state.decode(), header)
 

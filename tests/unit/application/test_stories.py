@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dynamo.application.generation.stories import Stories
 from dynamo.application.responses.store import ResponseStore
+from dynamo.core.clock import SystemClock
 from dynamo.telemetry.story import Story
+from dynamo.telemetry.trace_context import make_trace_id
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "spoken", "messages": [{"role": "user", "content": "one two three"}]}
 
 
-def listen(site: Any) -> list[Story]:
-    stories: list[Story] = []
-    site.application.generation.stories = Stories([stories.append], lambda: 1_700_000_000.0)
-    return stories
+class FixedWall(SystemClock):
+    wall = staticmethod(lambda: 1_700_000_000.0)
+
+
+def listen(site: Any) -> Callable[[], list[Story]]:
+    """Return a function that returns the stories so far."""
+    told: list[Story] = []
+    site.application.generation.stories = stories = Stories([told.extend], FixedWall())
+
+    def get_stories() -> list[Story]:
+        stories.flush()
+        return told
+
+    return get_stories
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
@@ -34,11 +47,12 @@ async def test_a_whole_answer_has_its_tokens(site: Any, connect: Any, path: str)
     async with connect(site.port) as client:
         client.ask("POST", path, {"model": "spoken", **prompt})
         assert (await client.answer()).status == 200
-    (story,) = stories
+    (story,) = stories()
     assert (story.end, story.model) == ("", "words")
     assert (story.prompt_tokens, story.cached_tokens, story.output_tokens) == (3, 1, 3)
     assert story.ended_s >= story.began_s
-    assert story.wall_s == pytest.approx(1_700_000_000.0 - (story.read_s - story.began_s))
+    assert story.ended is not None
+    assert 1_699_999_970.0 < story.ended.wall_s < 1_700_000_000.0
 
 
 async def test_the_choices_of_all_prompts_are_one_story(site: Any, connect: Any) -> None:
@@ -46,8 +60,8 @@ async def test_the_choices_of_all_prompts_are_one_story(site: Any, connect: Any)
     async with connect(site.port) as client:
         client.ask("POST", "/v1/completions", {"model": "words", "prompt": ["a b", "c d"], "n": 2})
         assert (await client.answer()).status == 200
-    (story,) = stories
-    assert (story.prompts, story.choices) == (2, 2)
+    (story,) = stories()
+    assert (story.prompts, story.options.n) == (2, 2)
     assert (story.prompt_tokens, story.output_tokens) == (4, 8)
 
 
@@ -58,7 +72,7 @@ async def test_a_failure_is_recorded(site: Any, connect: Any, fails: str, code: 
     async with connect(site.port) as client:
         client.ask("POST", CHAT, BODY)
         await client.answer()
-    assert [story.end for story in stories] == [code]
+    assert [story.end for story in stories()] == [code]
 
 
 async def test_a_rejection_and_a_client_that_left_are_recorded(
@@ -72,11 +86,11 @@ async def test_a_rejection_and_a_client_that_left_are_recorded(
         await site.processor.entered.wait()
         late.ask("POST", CHAT, BODY)
         assert (await late.answer()).status == 503
-        assert [story.end for story in stories] == ["overloaded"]
+        assert [story.end for story in stories()] == ["overloaded"]
     await site.processor.cancelled.wait()
-    while len(stories) < 2:
+    while len(stories()) < 2:
         await asyncio.sleep(0)
-    assert stories[1].end == "cancelled"
+    assert stories()[1].end == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,7 @@ async def test_a_request_that_no_worker_saw_has_a_story(
     async with connect(site.port) as client:
         client.ask("POST", CHAT, body)
         assert (await client.answer()).status >= 400
-    (story,) = stories
+    (story,) = stories()
     assert (story.end, story.path, story.output_tokens) == (code, CHAT, 0)
 
 
@@ -111,13 +125,13 @@ async def test_the_story_of_a_response_lasts_until_it_is_stored(
     async with connect(site.port) as client:
         client.ask("POST", "/v1/responses", {"model": "words", "input": "one two", **fields})
         await entered.wait()
-        assert not stories
+        assert not stories()
         before_s = time.monotonic()
         stored.set()
         assert (await client.answer()).status == 200
-        while not stories:
+        while not stories():
             await asyncio.sleep(0)
-    (story,) = stories
+    (story,) = stories()
     assert (story.end, story.output_tokens) == ("", 2)
     assert story.ended_s >= before_s
 
@@ -131,4 +145,22 @@ async def test_requests_of_a_connection_have_stories_of_their_own(site: Any, con
             await client.answer()
         client.ask("POST", "/tokenize", {"prompt": "a b"})
         assert (await client.answer()).status == 200
-    assert [story.prompt_tokens for story in stories] == [1, 4]
+    assert [story.prompt_tokens for story in stories()] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("sent", "ratio", "begun"),
+    [({}, 1.0, True), ({}, 0.0, False), ({}, None, False), ({"traceparent": "00-0"}, 1.0, True)],
+)
+async def test_a_share_of_requests_begins_a_trace(
+    site: Any, connect: Any, sent: dict[str, str], ratio: float | None, begun: bool
+) -> None:
+    stories = listen(site)
+    site.application.trace_ratio = ratio
+    async with connect(site.port) as client:
+        client.ask("POST", CHAT, BODY, headers=sent)
+        assert ("traceparent" in (await client.answer()).headers) is begun
+    (story,) = stories()
+    trace_id = make_trace_id(story.request_id) if begun else ""
+    assert story.ended is not None
+    assert (story.ended.trace, story.ended.trace_flags) == (trace_id, None)

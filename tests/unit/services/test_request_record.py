@@ -14,6 +14,7 @@ from tests.unit.router.fake_cluster import FakeCluster
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings.schema import RecordSettings
+from dynamo.core.text import TextOptions
 from dynamo.operations.bench.traces import TraceRow
 from dynamo.scheduling.request_record import RecordMaker, RequestRecord, request_facts
 from dynamo.scheduling.router.attempt import Attempt
@@ -31,11 +32,12 @@ SALT = b"s" * 32
 
 def make_story(**fields: Any) -> Story:
     headers = {b"x-session-id": b"Alice"}
-    story = Story("r", "r", "/v1/chat", "m", 1_700_000_000.5, 10.0, 10.0, headers, 2, 1, 1)
+    options = TextOptions(priority=2)
+    story = Story("r", "r", "/v1/chat", "m", 10.0, 10.0, headers, options, False, 1)
     story.prompt_tokens, story.output_tokens, story.ended_s = 200, 7, 11.5
     for name, value in fields.items():
         setattr(story, name, value)
-    story.close()
+    story.close(1_699_999_990.5)
     return story
 
 
@@ -112,7 +114,7 @@ def read_lines(folder: Path) -> list[RequestRecord]:
 async def test_what_is_pending_is_written_at_the_end(tmp_path: Path) -> None:
     recorder, registry = make_recorder(tmp_path / "record")
     for number in range(3):
-        recorder.add(make_story(output_tokens=number))
+        recorder.add([make_story(output_tokens=number)])
     await recorder.close()
     assert [record.output_length for record in read_lines(tmp_path / "record")] == [0, 1, 2]
     assert (tmp_path / "record").stat().st_mode & 0o077 == 0
@@ -124,11 +126,11 @@ async def test_a_full_disk_leaves_no_part_of_a_line_and_is_counted(
 ) -> None:
     recorder, registry = make_recorder(tmp_path)
     write = os.write
-    recorder.add(make_story())
+    recorder.add([make_story()])
     await recorder._write_pending()
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda file, data: write(file, data[:40]))
-        recorder.add(make_story())
+        recorder.add([make_story()])
         await recorder._write_pending()
     with monkeypatch.context() as full:
 
@@ -136,9 +138,9 @@ async def test_a_full_disk_leaves_no_part_of_a_line_and_is_counted(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         full.setattr(os, "write", fail)
-        recorder.add(make_story())
+        recorder.add([make_story()])
         await recorder._write_pending()
-    recorder.add(make_story(output_tokens=9))
+    recorder.add([make_story(output_tokens=9)])
     await recorder.close()
     assert [record.output_length for record in read_lines(tmp_path)] == [7, 9]
     assert "dynamo_record_lost_total 2" in registry.render()
@@ -151,7 +153,7 @@ async def test_old_files_and_those_beyond_the_size_are_deleted(tmp_path: Path) -
     story = make_story(model="m" * 1000)
     for _ in range(24):
         for _ in range(70):
-            recorder.add(story)
+            recorder.add([story])
         await recorder._write_pending()
     await recorder.close()
     files = list(tmp_path.glob("*.jsonl"))
@@ -178,14 +180,14 @@ async def test_lines_go_to_a_new_file_after_somebody_has_deleted_the_old_one(
 ) -> None:
     folder = tmp_path / "record"
     recorder, registry = make_recorder(folder)
-    recorder.add(make_story())
+    recorder.add([make_story()])
     await recorder._write_pending()
     shutil.rmtree(folder)
-    recorder.add(make_story(output_tokens=9))
+    recorder.add([make_story(output_tokens=9)])
     await recorder._write_pending()
     for path in folder.glob("*.jsonl"):
         path.unlink()
-    recorder.add(make_story(output_tokens=5))
+    recorder.add([make_story(output_tokens=5)])
     await recorder.close()
     assert [record.output_length for record in read_lines(folder)] == [5]
     assert "dynamo_record_requests_total 3" in registry.render()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.unit.observer.stories import make_attempt, make_story
@@ -15,24 +16,27 @@ from dynamo.communication.events import Event
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.stages import STAGES
 from dynamo.services.observing import publisher as publishing
-from dynamo.services.observing.publisher import PACKED_AT_ONCE, StoryPublisher
+from dynamo.services.observing.publisher import StoryPublisher
 from dynamo.telemetry.openmetrics import to_openmetrics
 from dynamo.telemetry.story import (
+    NO_OPTIONS,
     Candidate,
     EndedStory,
     ProcessSample,
+    RouterChoice,
     Story,
     StoryBatch,
     decode_batch,
+    encode_batch,
 )
 
 TABLE = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
 
 
-def wrap(ended: EndedStory) -> Story:
-    story = Story("r", "r", "/", "m", 0.0, 0.0, 0.0, {}, 0, 1, 1)
+def wrap(ended: EndedStory) -> list[Story]:
+    story = Story("r", "r", "/", "m", 0.0, 0.0, {}, NO_OPTIONS, False, 1)
     story.ended = ended
-    return story
+    return [story]
 
 
 def dropped(publisher: StoryPublisher) -> dict[str, float]:
@@ -65,7 +69,6 @@ async def test_good_stories_beyond_the_limit_are_left_out_and_counted(
     open_runtime: Open, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(publishing, "MAX_STORIES", 3)
-    monkeypatch.setattr(publishing, "PACKED_AT_ONCE", 2)
     publisher, next_batch = await open_publisher(open_runtime)
     for number in range(10):
         publisher.add(wrap(make_story(request_id=f"good-{number}")))
@@ -189,9 +192,9 @@ async def test_a_story_that_cannot_be_packed_is_left_out(
 ) -> None:
     publisher, next_batch = await open_publisher(open_runtime)
     publisher.add(wrap(make_story(client_id="\ud800")))
-    for _ in range(2 * PACKED_AT_ONCE):
+    for _ in range(3):
         publisher.add(wrap(make_story()))
-    assert len((await next_batch()).stories) == 2 * PACKED_AT_ONCE
+    assert len((await next_batch()).stories) == 3
     assert "a story is left out" in caplog.text
     assert dropped(publisher) == {"too_many": 0, "not_packed": 1, "not_sent": 0}
 
@@ -209,3 +212,21 @@ async def test_stories_that_the_event_plane_refuses_are_counted(
     assert dropped(publisher) == {"too_many": 0, "not_packed": 0, "not_sent": 5}
     publisher.add(wrap(make_story()))
     assert len((await next_batch()).stories) == 1
+
+
+def test_times_are_sent_as_fractions_and_received_as_whole_microseconds() -> None:
+    attempt = make_attempt(placed_us=1_000.75, first_us=None)
+    story = make_story(attempt, ended_us=152_000.5, admitting_us=None)
+    choice = RouterChoice("r", 1.0, make_attempt(waited_us=7.25))
+    batch = decode_batch(encode_batch(StoryBatch("f", 1.0, [story], [choice])))
+    (received,) = batch.stories
+    times = (received.ended_us, received.admitting_us, received.attempts[0].placed_us)
+    assert (times, batch.choices[0].attempt.waited_us) == ((152_000, None, 1_000), 7)
+    assert isinstance(received.ended_us, int)
+
+
+@pytest.mark.parametrize("us", [float("nan"), float("inf")])
+def test_a_batch_with_a_time_that_is_no_number_cannot_be_decoded(us: float) -> None:
+    payload = encode_batch(StoryBatch("f", 1.0, [make_story(ended_us=us)]))
+    with pytest.raises(msgspec.ValidationError):
+        decode_batch(payload)

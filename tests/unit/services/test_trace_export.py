@@ -33,7 +33,11 @@ def open_exporter(url: str, **environ: str) -> TraceExporter:
 
 
 def story(number: int, **fields: Any) -> EndedStory:
-    values = {"trace": UNLUCKY, "slo": GOOD, "request_id": f"r-{number}"}
+    values = {
+        "trace": UNLUCKY if "trace_flags" in fields else "",
+        "slo": GOOD,
+        "request_id": f"r-{number}",
+    }
     attempts = fields.pop("attempts", (make_attempt(key=f"r-{number}/0/0"),))
     return make_story(*attempts, **(values | fields))
 
@@ -87,23 +91,27 @@ async def test_what_failed_moved_was_late_or_is_asked_for_is_sent() -> None:
 
 
 async def test_samplers_of_the_usual_names_are_obeyed() -> None:
-    async def sent(**environ: str) -> set[str]:
+    async def sent(begun: str = "", **environ: str) -> set[str]:
         async with served() as fake:
             fake.answers["/v1/traces"] = (200, "", b"\xff nonsense")
             exporter = open_exporter(fake.url, OTEL_EXPORTER_OTLP_COMPRESSION="gzip", **environ)
             for number, (fields, _) in enumerate(CASES.values()):
-                exporter.add(KeptStory(story(number, **fields), "frontend-1"))
+                own = {} if "trace_flags" in fields else {"trace": begun}
+                exporter.add(KeptStory(story(number, **(fields | own)), "frontend-1"))
             await flush(exporter)
             names = list(CASES)
             return {names[int(each.removeprefix("r-"))] for each in received(fake)}
 
     every = set(CASES)
-    assert await sent(OTEL_TRACES_SAMPLER="always_on") == every
-    assert await sent(OTEL_TRACES_SAMPLER="parentbased_always_on") == every - {"forbidden"}
+    assert await sent(begun=UNLUCKY, OTEL_TRACES_SAMPLER="always_on") == every
+    environ = {"OTEL_TRACES_SAMPLER": "parentbased_always_on"}
+    assert await sent(begun=UNLUCKY, **environ) == every - {"forbidden"}
     assert await sent(OTEL_TRACES_SAMPLER="parentbased_always_off") == {"asked for"}
     assert await sent(
         OTEL_TRACES_SAMPLER="parentbased_traceidratio", OTEL_TRACES_SAMPLER_ARG="0"
     ) == {"failed", "late", "moved", "asked for"}
+    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
+    assert await sent(**environ) == {"failed", "late", "moved", "forbidden"}
 
 
 async def test_a_request_without_a_trace_gets_one() -> None:

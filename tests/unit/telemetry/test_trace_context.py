@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.telemetry.trace_context import (
+    begin_trace,
     exports_traces,
     is_chosen,
     make_span_id,
@@ -37,16 +38,12 @@ HEADER = f"00-{TRACE}-{SPAN}-01"
 )
 def test_garbage_is_no_trace(header: str) -> None:
     headers = {b"traceparent": header.encode("latin-1"), b"tracestate": b"a=1"}
-    assert take_over_trace(headers, "r", None) is None
-    assert take_over_trace(headers, "r", 0.0) is None
-    begun = take_over_trace(headers, "r", 1.0)
-    assert begun is not None
-    assert (begun.parent_id, begun.flags, begun.state) == ("", None, "")
+    assert take_over_trace(headers, "r", exported=True) is None
 
 
 def test_a_trace_is_passed_on_as_it_is_where_nothing_is_exported() -> None:
     headers = {b"traceparent": HEADER.encode(), b"tracestate": b"vendor=a:b,other=c"}
-    trace = take_over_trace(headers, "r", None)
+    trace = take_over_trace(headers, "r", exported=False)
     assert trace is not None
     assert (trace.trace_id, trace.parent_id, trace.flags) == (TRACE, SPAN, 1)
     assert trace.answer_headers() == (
@@ -60,7 +57,7 @@ def test_a_trace_is_passed_on_as_it_is_where_nothing_is_exported() -> None:
 
 
 def test_spans_of_engines_are_below_the_attempt() -> None:
-    trace = take_over_trace({b"traceparent": HEADER[:-1].encode() + b"0"}, "r", 1.0)
+    trace = take_over_trace({b"traceparent": HEADER[:-1].encode() + b"0"}, "r", exported=True)
     assert trace is not None
     assert trace.header == f"00-{TRACE}-{make_span_id('r')}-00"
     passed = trace_headers(Context("r", attempt=3, trace=trace.header), 2, exported=True)
@@ -69,22 +66,21 @@ def test_spans_of_engines_are_below_the_attempt() -> None:
 
 def test_a_later_version_is_read_like_this_one_and_a_giant_state_is_left_out() -> None:
     headers = {b"traceparent": f"42-{TRACE}-{SPAN}-03-more".encode(), b"tracestate": b"a" * 600}
-    trace = take_over_trace(headers, "r", None)
+    trace = take_over_trace(headers, "r", exported=False)
     assert trace is not None
     assert (trace.trace_id, trace.flags, trace.state) == (TRACE, 3, "")
 
 
-def test_a_share_of_requests_begins_a_sampled_trace() -> None:
-    ids = [f"bc557bbaeb4eb14b{number:08x}" for number in range(2_000)]
-    traces = [take_over_trace({}, request_id, 0.1) for request_id in ids]
-    trace_ids = [make_trace_id(request_id) for request_id in ids]
-    assert [trace is not None for trace in traces] == [is_chosen(each, 0.1) for each in trace_ids]
-    assert {trace.trace_id for trace in traces if trace is not None} <= {*trace_ids}
-    sampled = [trace for trace in traces if trace is not None]
-    assert all(trace.header.endswith("-01") for trace in sampled)
-    assert 140 < len(sampled) < 260
-    assert all(is_chosen(trace.trace_id, 0.1) for trace in sampled)
-    assert take_over_trace({}, "r", None) is None
+def test_a_trace_that_begins_here_has_the_ids_that_others_make() -> None:
+    trace = begin_trace("r")
+    assert (trace.trace_id, trace.parent_id, trace.flags) == (make_trace_id("r"), "", None)
+    assert trace.header == f"00-{make_trace_id('r')}-{make_span_id('r')}-01"
+    assert begin_trace("s").trace_id != trace.trace_id
+
+
+def test_a_share_of_the_traces_of_clients_is_chosen() -> None:
+    chosen = [is_chosen(make_trace_id(str(number)), 0.1) for number in range(2_000)]
+    assert 140 < sum(chosen) < 260
 
 
 @pytest.mark.parametrize(

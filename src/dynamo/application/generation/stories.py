@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.frontend_metrics import TokenTiming
 from dynamo.application.items import UsageCounter
+from dynamo.core.clock import Clock
 from dynamo.core.errors import CANCELLED, error_code
 from dynamo.core.text import TextOptions
-from dynamo.telemetry.story import Story, StoryListener, current_story
+from dynamo.telemetry.story import NO_OPTIONS, Story, StoryListener, current_story
 
-NO_OPTIONS = TextOptions()
+log = logging.getLogger(__name__)
+
+TOLD_AT_ONCE = 32
+"""So many stories are told in a loop: one by one, the code would have left the CPU's caches."""
+MAX_DELAY_S = 0.2
+"""An ended story is told within this time."""
 
 
 class Stories:
-    """Tells `listeners` the story of each request. `wall` returns the time since 1970.
-    `keeps_options`: spans are exported, which tell the options of requests."""
+    """Tells `listeners` the stories of requests, some at a time."""
 
-    keeps_options = False
-
-    def __init__(self, listeners: Sequence[StoryListener], wall: Callable[[], float]) -> None:
+    def __init__(self, listeners: Sequence[StoryListener], clock: Clock) -> None:
         self._listeners = listeners
-        self._wall = wall
+        self._clock = clock
+        self._ended: list[Story] = []
+        self._cancel_timer: Callable[[], None] = lambda: None
 
     def begin(
         self,
@@ -39,17 +45,14 @@ class Stories:
             exchange.client_request_id,
             request.path,
             exchange.model,
-            self._wall() - (now - began_s),
             began_s,
             now,
             request.headers,
-            options.priority,
-            options.n,
+            options,
+            exchange.streaming,
             prompts,
             exchange.trace,
         )
-        if self.keeps_options and options is not NO_OPTIONS:
-            story.options = options, exchange.streaming
         if exchange.load_s:
             story.limit_s, story.waited_for = exchange.load_s, "model"
         current_story.set(story)
@@ -81,20 +84,37 @@ class Stories:
             story.gap_s = max(story.gap_s, now - last_s)
         if not exchange.holds_story:
             self.tell(story, now)
-        elif (error := sys.exc_info()[1]) is not None:
+        elif (error := sys.exception()) is not None:
             story.end = error_code(error)
 
     def tell(self, story: Story, now: float) -> None:
         """Pass on a story that ends now."""
         current_story.set(None)
         story.ended_s = now
-        error = sys.exc_info()[1]
+        error = sys.exception()
         if error is not None:
             story.end = error_code(error)
-        story.close()
+        ended = self._ended
+        ended.append(story)
+        if (count := len(ended)) == 1 or count == TOLD_AT_ONCE:
+            self._cancel_timer()
+            due_s = now if count == TOLD_AT_ONCE else now + MAX_DELAY_S
+            self._cancel_timer = self._clock.call_at(due_s, self.flush)
+
+    def flush(self) -> None:
+        """Tell the stories that have ended."""
+        self._cancel_timer()
+        stories, self._ended = self._ended, []
+        wall_offset_s = self._clock.wall() - self._clock.now()
+        for story in stories:
+            story.close(wall_offset_s)
         for listener in self._listeners:
-            listener(story)
-        story.attempts.clear()
+            try:
+                listener(stories)
+            except Exception:
+                log.exception("stories are left out")
+        for story in stories:  # an attempt refers to its reply, which refers to the story
+            story.attempts.clear()
 
     def tell_failure(self, exchange: Exchange, now: float) -> None:
         """Tell a request that failed before it had a story."""

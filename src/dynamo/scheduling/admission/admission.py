@@ -126,7 +126,7 @@ class Admission(Operator):
         """Send the request once it has a slot. Raises `Overloaded` with `retry_after_s` when the
         request is rejected."""
         if (story := current_story.get()) is not None:
-            story.on_admission(self._clock.now(), request)
+            story.admitting_s, story.admitted = self._clock.now(), request
         key = f"{request.request_id}/{request.choice}"
         queued = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
         if queued is None or queued.slot_ready is None:

@@ -23,7 +23,7 @@ from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.workers.ledger import Ledger
 from dynamo.scheduling.workers.placed_request import PlacedRequest
 from dynamo.scheduling.workers.workers import NO_RANKS, WorkerStates, data_parallel_ranks
-from dynamo.telemetry.story import AttemptFacts
+from dynamo.telemetry.story import US_PER_S, AttemptFacts
 
 MAX_REASON = 200
 """So much of an error's message is kept for the story of its request."""
@@ -183,10 +183,10 @@ class Attempt(Reply):
             decision.mode,
             decision.view,
             decision.candidates,
-            int((self.choosing_s - began_s) * 1e6),
-            int((placed.placed_s - began_s) * 1e6),
-            None if first_s is None else int((first_s - began_s) * 1e6),
-            int((placed.ended_s - began_s) * 1e6),
+            (self.choosing_s - began_s) * US_PER_S,
+            (placed.placed_s - began_s) * US_PER_S,
+            None if first_s is None else (first_s - began_s) * US_PER_S,
+            (placed.ended_s - began_s) * US_PER_S,
             self.error,
             self.reason,
             self.resumed,
@@ -199,8 +199,8 @@ class Attempt(Reply):
             self.seen_blocks,
             self.cached_tokens,
             placed.output_tokens or placed.emitted + self.ended_by_token,
-            int(decision.waited_s * 1e6),
-            None if predicted_s is None else int(predicted_s * 1e6),
+            decision.waited_s * US_PER_S,
+            None if predicted_s is None else predicted_s * US_PER_S,
             decision.harm_weight,
             decision.itl_slo_ms,
             self.times,

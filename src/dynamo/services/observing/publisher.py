@@ -19,7 +19,9 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.policy import Decision
 from dynamo.services.observing.slo_counter import SloCounter
 from dynamo.telemetry.story import (
+    NO_OPTIONS,
     STORIES_SUBJECT,
+    US_PER_S,
     AttemptFacts,
     EndedStory,
     ProcessSample,
@@ -41,9 +43,6 @@ MAX_KEPT_BYTES = 1 << 20
 """Batches of this size are kept for an observer whose connection broke."""
 MAX_TABLES = 32
 """The costs of all candidates are sent of so many requests in a batch: they take 20 us each."""
-PACKED_AT_ONCE = 32
-"""So many stories are packed in a loop: one by one their code, and later their objects, would have
-left the CPU's caches."""
 LATE_US = 5_000_000
 """A request that took longer is not left out."""
 EXEMPLAR_CHARACTERS = 128
@@ -53,7 +52,10 @@ metrics if there are more. An id that a client has given may have as many."""
 
 class StoryPublisher:
     """Collects stories (`add` is a `StoryListener`) and the choices of a router process.
-    `sample` returns what the process knows of its workers. `metrics` are those of a frontend."""
+    `sample` returns what the process knows of its workers. `metrics` are those of a frontend.
+    `exports`: spans are exported, which tell the options of requests."""
+
+    exports = False
 
     def __init__(
         self,
@@ -64,7 +66,6 @@ class StoryPublisher:
         self._runtime = runtime
         self._sample = sample
         self._metrics = metrics
-        self._pending: list[EndedStory] = []
         self._packed = bytearray()
         self._stories = self._good = self._tables = 0
         self._counts: dict[str, _ModelCounts] = {}
@@ -90,17 +91,13 @@ class StoryPublisher:
         )
         runtime.tasks.start(self._run(), "stories")
 
-    def add(self, story: Story) -> None:
-        """Add a story that has ended."""
-        if story.ended is not None:
-            self._pending.append(story.ended)
-        if len(self._pending) >= PACKED_AT_ONCE:
-            self._pack()
-
-    def _pack(self) -> None:
-        """Judge, count and pack the stories that wait for it."""
+    def add(self, stories: Sequence[Story]) -> None:
+        """Judge, count and pack stories that have ended."""
         count, metrics, packed = self._slo.count, self._metrics, self._packed
-        for story in self._pending:
+        for told in stories:
+            story = told.ended
+            if story is None:
+                continue
             attempts, model = story.attempts, story.model
             moved = len(attempts) > story.choices * story.prompts
             matters = count(story) or moved or story.end != "" or story.ended_us > LATE_US
@@ -114,9 +111,8 @@ class StoryPublisher:
                     _set_exemplars(counts.metrics, story)
             if self._good > MAX_STORIES and not matters:
                 continue
-            if story.options is not None:
-                wanted = matters or story.trace
-                story.options = _list_options(*story.options) if wanted else None
+            if self.exports and (matters or story.trace) and told.options is not NO_OPTIONS:
+                story.options = _list_options(told.options, told.streaming)
             self._tables += bool(attempts)
             for attempt in attempts:
                 if self._tables <= MAX_TABLES:
@@ -132,7 +128,6 @@ class StoryPublisher:
                 log.exception("a story is left out")
                 continue
             self._stories += 1
-        self._pending.clear()
 
     def add_choice(self, request: GenerateRequest, decision: Decision) -> None:
         """Add the choice of a router process, which sends no requests itself."""
@@ -146,7 +141,7 @@ class StoryPublisher:
             decision.view,
             decision.candidates,
             0,
-            int(decision.waited_s * 1e6),
+            decision.waited_s * US_PER_S,
             None,
             0,
             "",
@@ -161,8 +156,8 @@ class StoryPublisher:
             None,
             0,
             0,
-            int(decision.waited_s * 1e6),
-            None if predicted_s is None else int(predicted_s * 1e6),
+            decision.waited_s * US_PER_S,
+            None if predicted_s is None else predicted_s * US_PER_S,
             decision.harm_weight,
             decision.itl_slo_ms,
             None,
@@ -187,7 +182,6 @@ class StoryPublisher:
     def publish(self) -> None:
         """Publish what has come since the last call."""
         runtime = self._runtime
-        self._pack()
         for counts in self._counts.values():
             counts.finish()
         stories: Any = Raw(ARRAY_32 + self._stories.to_bytes(4, "big") + self._packed)
@@ -226,14 +220,14 @@ class _ModelCounts:
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self.metrics = metrics
-        self._stages: list[Sequence[int]] = []
-        self._gaps_s: list[float] = []
+        self._stages: list[Sequence[float]] = []
+        self._gaps_us: list[float] = []
 
     def add(self, story: EndedStory) -> None:
         """Add a story."""
         self._stages.append(stage_durations(story))
         if story.output_tokens > 1:
-            self._gaps_s.append(story.gap_us * 1e-6)
+            self._gaps_us.append(story.gap_us)
         for attempt in story.attempts:
             if attempt.times is not None and attempt.times.recomputed_tokens:
                 self.metrics.recomputed_tokens.inc(attempt.times.recomputed_tokens)
@@ -242,8 +236,8 @@ class _ModelCounts:
         """Count the stories."""
         stages = self.metrics.stages
         for name, column in zip(STAGES, zip(*self._stages, strict=True), strict=False):
-            stages[name].observe_all([us * 1e-6 for us in column if us])
-        self.metrics.longest_gap.observe_all(self._gaps_s)
+            stages[name].observe_all(filter(None, column), US_PER_S)
+        self.metrics.longest_gap.observe_all(self._gaps_us, US_PER_S)
 
 
 def _set_exemplars(metrics: ModelMetrics, story: EndedStory) -> None:

@@ -164,9 +164,10 @@ class TraceExporter:
     def add(self, entry: KeptStory) -> None:
         """Export a request that has ended if it is chosen."""
         story = entry.story
+        is_wanted = self._is_wanted(entry)
         if not story.trace:
             story.trace = make_trace_id(story.request_id)
-        if not self._is_wanted(entry):
+        if not is_wanted:
             return
         if len(self._pending) >= MAX_PENDING:
             self.dropped["queue_full"] += 1
@@ -179,6 +180,8 @@ class TraceExporter:
         if flags is not None:
             return bool(flags & SAMPLED) and self._is_within_rate()
         matters = options.tail and (story.slo >= FAILED or is_moved(story))
+        if story.trace_flags is None:  # frontends begin the traces of a share of all requests
+            return matters or bool(story.trace)
         return matters or is_chosen(story.trace, options.ratio)
 
     def _is_within_rate(self) -> bool:

@@ -129,15 +129,14 @@ class RequestRecorder:
         """Write in the background."""
         self._tasks.start(self._run(), "record of requests")
 
-    def add(self, story: Story) -> None:
-        """Record a story soon."""
+    def add(self, stories: Sequence[Story]) -> None:
+        """Record stories soon."""
         pending = self._pending
-        if not pending:
-            self._arrived.set()
-        elif len(pending) >= MAX_PENDING:
-            self._lost.inc()
+        self._arrived.set()
+        if len(pending) + len(stories) > MAX_PENDING:
+            self._lost.inc(len(stories))
             return
-        pending.append(request_facts(story))
+        pending.extend(map(request_facts, stories))
 
     async def close(self) -> None:
         """Write what is pending."""
