@@ -25,7 +25,6 @@ from tests.support.chromium import Chromium
 from dynamo.application.app import RouterApplication
 from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, DeploymentStream
 from dynamo.application.observer import ObserverHandler
-from dynamo.application.routing import RoutingHandler
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings.schema import ServerSettings
@@ -124,7 +123,6 @@ async def main(workers: int) -> None:
         "127.0.0.1",
         {
             **ObserverHandler(observer).routes(),
-            **RoutingHandler(observer).routes(),
             **console.routes(),
         },
         clock,

@@ -22,6 +22,7 @@ import dynamo
 from dynamo.application import http_errors
 from dynamo.application.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from dynamo.application.messages.body import MessagesBody
+from dynamo.application.observer import PATHS
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
 from dynamo.application.openai.generation_body import Neutral
@@ -289,7 +290,7 @@ def http_page() -> str:
     return "\n".join(parts)
 
 
-FILES_WITH_ROUTES = ("app.py", "responses/handler.py", "status.py", "routing.py", "front_page.py")
+FILES_WITH_ROUTES = ("app.py", "responses/handler.py", "status.py", "front_page.py")
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
@@ -313,10 +314,6 @@ ROUTES = {
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
     "/metrics/targets": "the status ports of all processes, for Prometheus' `http_sd_configs`",
     "/version": "the version",
-    "/router/explain": "the last routing decisions, in the modes `kv` and `adaptive`",
-    "/router/explain/": "all decisions for a request; its id (x-request-id) follows",
-    "/router/report": "a report on these decisions; `?seconds=N` for the last N seconds",
-    "/router/timeline": "every worker's cache and load over time; `?since=UNIX`, `?seconds=N`",
     "/": "browsers get to the console or a page of what is served; others a 404 with the routes",
     "/favicon.ico": "an icon for browsers",
 }
@@ -332,6 +329,8 @@ def declared_routes() -> Iterator[tuple[str, str, str]]:
             if isinstance(path, str) and path.startswith("/") and isinstance(value, ast.Dict):
                 for method in value.keys:
                     yield path, str(ast.literal_eval(method or "")), ROUTES[path]
+    for path, text in PATHS.items():  # of the observer
+        yield path, "GET", text
 
 
 def _rejected_fields(body: type[msgspec.Struct]) -> Iterator[str]:

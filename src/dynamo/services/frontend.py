@@ -12,9 +12,9 @@ from dynamo.application import Application, Gateway
 from dynamo.application.frontend_metrics import FrontendMetrics
 from dynamo.application.generation.stories import Stories
 from dynamo.application.large_bodies import default_body_bytes
+from dynamo.application.observer import ObserverRedirect
 from dynamo.application.responses.store import FILE_NAME as RESPONSES_FILE
 from dynamo.application.responses.store import ResponseStore
-from dynamo.application.routing import RoutingRedirect
 from dynamo.communication.addresses import bracket_ipv6
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.http.scrape import scrape
@@ -202,7 +202,7 @@ class FrontendService:
             ready=self._unready_reason,
             metrics_source=SharedPortMetrics(runtime),
             locate_console=lambda: find_observer_url(runtime),
-            pages=RoutingRedirect(lambda: find_observer_url(runtime)).routes(),
+            pages=ObserverRedirect(lambda: find_observer_url(runtime)).routes(),
             share_cache=runtime.settings.engine.share_cache,
             response_store=_response_store(runtime),
             adapter_orders=orders if runtime.settings.engine.lora_updates else None,

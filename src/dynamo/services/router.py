@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo.application.console.handler import CONSOLE_PATH
 from dynamo.application.gateway import MODELS_HEALTH_KEY
-from dynamo.application.routing import RoutingRedirect
+from dynamo.application.observer import ObserverRedirect
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import DECODE_ERRORS, ModelNotReady, ProtocolError
 from dynamo.models.card import ModelCard
@@ -65,7 +65,7 @@ class RouterService:
             runtime.add_shutdown_hook(lambda _: self._close_publisher())
         host, port = runtime.settings.router.host, runtime.settings.router.port
         port = port and port + replica_index(runtime.name)
-        redirect = RoutingRedirect(lambda: find_observer_url(runtime))
+        redirect = ObserverRedirect(lambda: find_observer_url(runtime))
         await serve_pages(
             runtime,
             host,

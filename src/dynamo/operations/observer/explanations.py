@@ -34,7 +34,16 @@ def explain_attempt(story: EndedStory, router: str, facts: AttemptFacts) -> Mapp
     "" after success or a client that read enough, and `load` counts the requests before this one.
     """
     predicted = facts.predicted_us
-    return {
+    outcome = {
+        "ttft_s": _ttft_s(facts),
+        "duration_s": (facts.ended_us - facts.placed_us) / 1e6,
+        "cached_tokens": facts.cached_tokens,
+        "prompt_tokens": facts.prompt_tokens,
+        "output_tokens": facts.output_tokens,
+        "error": facts.error,
+        "load": facts.load,
+    }
+    shown = {
         "request_id": story.request_id,
         "model": story.model,
         "at": story.wall_s + facts.placed_us / 1e6,
@@ -44,17 +53,10 @@ def explain_attempt(story: EndedStory, router: str, facts: AttemptFacts) -> Mapp
         "waited_ms": facts.waited_us / 1e3,
         "predicted_ttft_ms": None if predicted is None else predicted / 1e3,
         "costs": facts.cost_table(),
-        "outcome": {
-            "ttft_s": _ttft_s(facts),
-            "duration_s": (facts.ended_us - facts.placed_us) / 1e6,
-            "cached_tokens": facts.cached_tokens,
-            "prompt_tokens": facts.prompt_tokens,
-            "output_tokens": facts.output_tokens,
-            "error": facts.error,
-            "load": facts.load,
-        },
-        "why": describe_decision(facts),
+        "outcome": outcome,
     }
+    shown["why"] = describe_decision(facts)
+    return shown
 
 
 def routing_record(story: EndedStory, facts: AttemptFacts) -> RoutingRecord:

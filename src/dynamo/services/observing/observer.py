@@ -10,7 +10,6 @@ from typing import Any
 
 from dynamo.application.console.handler import CONSOLE_PATH, ConsoleHandler, DeploymentStream
 from dynamo.application.observer import ObserverHandler
-from dynamo.application.routing import RoutingHandler
 from dynamo.communication.events import Event
 from dynamo.core.errors import DECODE_ERRORS, DynamoError
 from dynamo.core.settings import Settings
@@ -56,7 +55,6 @@ class ObserverService:
         console = ConsoleHandler(DeploymentConsole(runtime, observer))
         routes = {
             **ObserverHandler(observer).routes(),
-            **RoutingHandler(observer).routes(),
             **console.routes(),
         }
         reserved = runtime.task.get("port", 0)
