@@ -34,13 +34,7 @@ class ScaledPart(msgspec.Struct, frozen=True):
     selector: Mapping[str, str] = {}
 
 
-def graph_gangs(
-    graph: str,
-    parts: Sequence[ScaledPart],
-    preferred: str | None = None,
-    required: str = CLUSTER,
-    priority: int = 0,
-) -> Sequence[Gang]:
+def graph_gangs(graph: str, parts: Sequence[ScaledPart], required: str = CLUSTER) -> Sequence[Gang]:
     """Return the first gang, with the fewest replicas of each component that serve, and one for
     each further replica. These wait until the first one stands, so that prefill and decode are
     scaled apart, and a graph that cannot start holds no GPUs."""
@@ -54,8 +48,8 @@ def graph_gangs(
         for number in range(base, part.replicas):
             group = _group(part, part.name, 1)
             name = f"{graph}-{part.name}-{number}"
-            further.append(Gang(name, [group], preferred, required, priority, graph))
-    return [Gang(graph, first, preferred, required, priority), *further] if first else []
+            further.append(Gang(name, [group], required=required, after=graph))
+    return [Gang(graph, first, required=required), *further] if first else []
 
 
 def _group(part: ScaledPart, name: str, replicas: int) -> PodGroup:
