@@ -19,8 +19,9 @@ import sys
 import time
 import tomllib
 import urllib.request
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 from typing import NamedTuple
@@ -99,10 +100,17 @@ def hidden_modules(needed: Collection[str]) -> str:
     present = {"pip", "setuptools", "dynamo-python", *map(normal_name, installed)}
     present |= set(with_dependencies(named))
     return ",".join(
-        module
-        for module, names in packages_distributions().items()
-        if present.isdisjoint(map(normal_name, names))
+        module for module, names in packages_by_module().items() if present.isdisjoint(names)
     )
+
+
+@cache
+def packages_by_module() -> Mapping[str, Sequence[str]]:
+    """Return the packages that each module is from. It takes 0.2 s, and there are 200 blocks."""
+    return {
+        module: [normal_name(name) for name in names]
+        for module, names in packages_distributions().items()
+    }
 
 
 def with_dependencies(lines: Iterable[str]) -> Iterator[str]:

@@ -19,6 +19,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
 }
+_COMBINATIONS = frozenset({"oneOf", "anyOf", "allOf", "not"})
 
 
 def fill_defaults(schema: Object, value: Any) -> Any:
@@ -97,7 +98,8 @@ def validate(schema: Object, value: Any, path: str) -> Iterator[WrongField]:
         yield from _validate_text(schema, value, path)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield from _validate_number(schema, value, path)
-    yield from _validate_combinations(schema, value, path)
+    if not _COMBINATIONS.isdisjoint(schema):
+        yield from _validate_combinations(schema, value, path)
 
 
 def _has_type(expected: str, value: Any) -> bool:
