@@ -90,6 +90,18 @@ def test_a_wait_for_kv_names_its_source(source: str, cause: str) -> None:
     assert verdict_on(late_story(attempt)).cause == cause
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(700, "w1, which computed 700 tokens again"), (None, "w1")]
+)
+def test_a_preemption_tells_what_was_computed_again(tokens: int | None, text: str) -> None:
+    times = {"decode_s": 1.1, "preemptions": 2, "recomputed_tokens": tokens}
+    attempt = late_attempt(0, times)
+    attempt.ended_us += 1_000_000
+    verdict = verdict_on(late_story(attempt))
+    assert verdict.cause == "preemption"
+    assert verdict.text.endswith(f"preempted 2 times at {text}")
+
+
 def test_a_lost_worker_names_where_the_request_went_on() -> None:
     lost = make_attempt(
         worker="w2", ended_us=2_001_000, error="worker_failed", reason="the connection was lost",

@@ -186,9 +186,10 @@ def _format_attempt(number: int, attempt: Story) -> Iterator[str]:
         yield f"  waited {_format_s(times['kv_after_s'])} for KV after its first token"
     if times.get("gap_s") is not None:
         yield f"  longest gap {_format_s(times['gap_s'])}"
-        if times["preemptions"]:
-            again = f"{times['recomputed_tokens']} tokens were computed again"
-            yield f"  preempted {times['preemptions']} times, {again}"
+    if times.get("preemptions"):
+        tokens = times.get("recomputed_tokens")
+        again = "" if tokens is None else f", {tokens} tokens were computed again"
+        yield f"  preempted {times['preemptions']} times{again}"
     if not times:
         yield "  its engine does not tell its times"
     if attempt["resumed_tokens"]:

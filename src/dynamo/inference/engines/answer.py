@@ -26,7 +26,8 @@ class ForeignAnswer:
     `prompt_tokens`: 0 for a prompt in text. `prefill_tokens`: those that the engine still has to
     compute, as far as known. `cached_tokens`: those from its cache, None until it says so.
     `tokens`: ids, or parts of text, that have come so far. `times`: as the engine tells them at the
-    end, None where it does not. `ended`: the reply is finished, or has
+    end, None where it does not. `ahead`: how many requests its rank had before, the prompt tokens
+    of these to compute, and those of the longest. `ended`: the reply is finished, or has
     enough. `prompt_logprobs`: those from the second prompt token on, where the request wants them.
     """
 
@@ -41,6 +42,7 @@ class ForeignAnswer:
         self.ended = False
         self.prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
         self.times: WorkerTimes | None = None
+        self.ahead = (0, 0, 0)
         self._begun = False
         totals.requests += 1
         totals.prompt_tokens += prompt_tokens

@@ -107,6 +107,8 @@ class ForeignRank(EngineRank):
 
     def enter(self, answer: ForeignAnswer) -> None:
         """Count a request that the engine gets now."""
+        left = [each.prefill_tokens for each in self.answers]
+        answer.ahead = len(left), sum(left), max(left, default=0)
         self.answers[answer] = None
 
     def leave(self, answer: ForeignAnswer) -> None:
@@ -167,6 +169,7 @@ class ViewedRank(ForeignRank):
         self.drift = DriftCheck(self.blocks, repair)
 
     def enter(self, answer: ForeignAnswer) -> None:
+        super().enter(answer)
         request = answer.request
         self.answers[answer] = self.drift.on_submitted(request.token_ids, request.salt)
 

@@ -121,21 +121,28 @@ def forward_output(output: Any, answer: ForeignAnswer) -> bool:
         reason = "stop"
     if reason not in ("stop", "length"):
         raise WorkerFailed(f"vLLM ended the request: {reason}")
-    answer.times = read_times(getattr(output, "metrics", None))
+    answer.times = read_times(getattr(output, "metrics", None), answer.ahead)
     params = getattr(output, "kv_transfer_params", None)
     answer.finish(reason, stop_token, cached_tokens, kv=encode_params(params) if params else b"")
     return False
 
 
-def read_times(stats: Any) -> WorkerTimes | None:
+def read_times(stats: Any, ahead: tuple[int, int, int]) -> WorkerTimes | None:
     """Return the times of a request by vLLM's `RequestStateStats`, all of its core's clock; None
-    where vLLM tells none."""
+    where vLLM tells none. `ahead`: as in `ForeignAnswer`."""
     names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
     queued, scheduled, first, last = (getattr(stats, name, 0.0) or 0.0 for name in names)
     if not 0.0 < queued <= scheduled <= first <= last:
         return None
+    requests, tokens, longest = ahead
     return WorkerTimes(
-        queue_s=scheduled - queued, prefill_s=first - scheduled, decode_s=last - first
+        ahead_requests=requests,
+        ahead_tokens=tokens,
+        ahead_longest=longest,
+        queue_s=scheduled - queued,
+        prefill_s=first - scheduled,
+        decode_s=last - first,
+        preemptions=getattr(stats, "num_preemptions", None),  # older versions do not count them
     )
 
 

@@ -284,8 +284,9 @@ def preemption(late: LateStage) -> Cause | None:
     """Blocks ran out, and tokens were computed again."""
     if not late.times.preemptions:
         return None
-    text = f"preempted {late.times.preemptions} times at {late.worker}, which computed "
-    text += f"{late.times.recomputed_tokens} tokens again"
+    text = f"preempted {late.times.preemptions} times at {late.worker}"
+    if late.times.recomputed_tokens is not None:
+        text += f", which computed {late.times.recomputed_tokens} tokens again"
     return late.explain("preemption", late.rest_us, text)
 
 
