@@ -98,9 +98,13 @@ def take_over_trace(
 
 def trace_headers(context: Context, choice: int, *, exported: bool) -> dict[str, str]:
     """Return the headers for what an engine calls in an attempt. `exported`: the attempt has a
-    span, below which the engine's are."""
+    span, below which the engine's are. The header of a request that is not chosen says so, since an
+    engine that exports spans begins a trace of its own where there is no header."""
     if not context.trace:
-        return {}
+        if not exported:
+            return {}
+        span_id = make_span_id(attempt_key(context, choice))
+        return {TRACEPARENT: f"00-{make_trace_id(context.request_id)}-{span_id}-00"}
     headers = {TRACEPARENT: context.trace}
     if exported and (parts := context.trace.split("-"))[3:]:
         parts[2] = make_span_id(attempt_key(context, choice))

@@ -130,7 +130,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLlm:
 @pytest.fixture
 async def engine(llm: FakeLlm, tmp_path: Path) -> AsyncIterator[VllmEngine]:
     """An engine of two ranks that hands KV over."""
-    arguments = {"data_parallel_size": 2}
+    arguments = {"data_parallel_size": 2, "otlp_traces_endpoint": "http://127.0.0.1:1"}
     engine = VllmEngine(make_inputs("vllm", tmp_path, role="prefill", args=arguments))
     await engine.start()
     yield engine
@@ -169,13 +169,17 @@ async def test_vllm_gets_the_trace_of_a_request(engine: VllmEngine, llm: FakeLlm
     for each in (Context("r"), context):
         with pytest.raises(InvalidRequest):
             await engine.generate(make_request(), each, CollectedReply())
-    assert "trace_headers" not in llm.options[0]
+    assert not llm.options[0]["trace_headers"]
     assert llm.options[1]["trace_headers"] == {"traceparent": trace, "tracestate": "v=1"}
     engine._exported = True
     with pytest.raises(InvalidRequest):
         await engine.generate(make_request(), context, CollectedReply())
     below = f"00-{'a' * 32}-{make_span_id('r/0/0')}-01"
     assert llm.options[2]["trace_headers"]["traceparent"] == below
+    engine._traced = False  # vLLM warns of headers that it has no use for
+    with pytest.raises(InvalidRequest):
+        await engine.generate(make_request(), context, CollectedReply())
+    assert "trace_headers" not in llm.options[3]
 
 
 @pytest.mark.parametrize(

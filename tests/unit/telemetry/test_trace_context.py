@@ -53,7 +53,7 @@ def test_a_trace_is_passed_on_as_it_is_where_nothing_is_exported() -> None:
     context = Context("r", trace=trace.header, metadata={"tracestate": trace.state})
     passed = trace_headers(context, 0, exported=False)
     assert passed == {"traceparent": HEADER, "tracestate": "vendor=a:b,other=c"}
-    assert trace_headers(Context("r"), 0, exported=True) == {}
+    assert trace_headers(Context("r"), 0, exported=False) == {}
 
 
 def test_spans_of_engines_are_below_the_attempt() -> None:
@@ -62,6 +62,11 @@ def test_spans_of_engines_are_below_the_attempt() -> None:
     assert trace.header == f"00-{TRACE}-{make_span_id('r')}-00"
     passed = trace_headers(Context("r", attempt=3, trace=trace.header), 2, exported=True)
     assert passed == {"traceparent": f"00-{TRACE}-{make_span_id('r/2/3')}-00"}
+
+
+def test_engines_are_told_which_requests_are_not_chosen() -> None:
+    passed = trace_headers(Context("r", attempt=1), 0, exported=True)
+    assert passed == {"traceparent": f"00-{make_trace_id('r')}-{make_span_id('r/0/1')}-00"}
 
 
 def test_a_later_version_is_read_like_this_one_and_a_giant_state_is_left_out() -> None:

@@ -167,12 +167,13 @@ class VllmEngine(MultiprocessEngine):
     adapters: VllmAdapters | None = None
     steps_per_output = 0
     _sleep_level = 0
-    _exported = False
+    _exported = _traced = False
     forward = staticmethod(forward_output)
 
     async def open_engine(self) -> EngineInfo:
         self._exported = exports_traces(os.environ)
         arguments = engine_arguments(self.inputs.settings)
+        self._traced = "otlp_traces_endpoint" in arguments
         size = arguments.get("data_parallel_size", 1)
         self._open_ranks(arguments, size)
         settings, environment = self.inputs.settings, dict[str, str]()
@@ -284,8 +285,10 @@ class VllmEngine(MultiprocessEngine):
             options["data_parallel_rank"] = rank
         if request.adapter and self.adapters is not None:
             options["lora_request"] = self.adapters.find(request.adapter)
-        if headers := trace_headers(context, request.choice, exported=self._exported):
-            options["trace_headers"] = headers
+        if self._traced:
+            options["trace_headers"] = trace_headers(
+                context, request.choice, exported=self._exported
+            )
         return options
 
     def totals(self) -> EngineTotals:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamo.inference.engines.processes import EngineProcesses
 from dynamo.inference.engines.startup import starting
+from dynamo.telemetry.trace_context import exports_traces
 
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -51,6 +52,8 @@ def start_llm(
     """
     for name, value in ENVIRONMENT.items():  # vLLM reads these nowhere else
         os.environ.setdefault(name, value)
+    if exports_traces(os.environ):  # by HTTP alone, where vLLM's default is grpc
+        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     os.environ.update(environment)  # CUDA reads the cards there alone
     logging.logProcesses = True  # vLLM's own format has the process id
     with starting("vLLM", "vllm", processes, ADVICE):
