@@ -8,21 +8,39 @@ from collections.abc import Callable, Mapping
 from dynamo.core.adapters import adapter_name
 from dynamo.core.codec import ReplyEncoder
 from dynamo.core.reply import Engine
-from dynamo.core.values import EngineInfo, Finish, Load, Started
+from dynamo.core.values import EngineInfo, EngineTotals, Finish, Load, Started
 from dynamo.telemetry.metrics import Registry
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+LATENCY = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)  # fmt: skip
+BETWEEN_TOKENS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+"""vLLM's bounds: a sum by `le` over workers of ours and of vLLM is wrong with other ones."""
 MODEL = ("model_name",)
 
 
 class VllmNames:
-    """Adds metrics to those of a worker. Times are known of requests whose engine tells them; the
-    time between tokens is the mean of each request."""
+    """Adds metrics to those of a worker. Stages are known of requests whose engine tells them; the
+    time between tokens is the mean of each request. `now`: the worker's clock, in seconds."""
 
-    def __init__(self, registry: Registry, engine: Engine, model: str, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        engine: Engine,
+        model: str,
+        info: EngineInfo,
+        now: Callable[[], float],
+    ) -> None:
+        self.now = now
         self._registry = aliases = Registry()
         self._label = (model,)
-        self._engine, self._info = engine, info
+        self._engine, self._counted = engine, EngineTotals()
 
         def level(name: str, text: str, read: Callable[[Load], float]) -> None:
             read_load = engine.report_load
@@ -44,25 +62,32 @@ class VllmNames:
         if engine.adapters is not None:
             labels = ("running_lora_adapters", "waiting_lora_adapters", "max_lora", *MODEL)
             aliases.gauge("lora_requests_info", "Loaded adapters", labels, callback=self._adapters)
-        self._counters = {
-            name: aliases.counter(f"{name}_total", text, MODEL).labels(model)
-            for name, text in (
-                ("prompt_tokens", "Prompt tokens of ended requests"),
-                ("generation_tokens", "Tokens of ended requests"),
-                ("prefix_cache_queries", "Prompt tokens that were looked up"),
-                ("prefix_cache_hits", "Prompt tokens from the cache"),
-                ("num_preemptions", "Preemptions of ended requests"),
+
+        def total(name: str, text: str, read: Callable[[EngineTotals], float]) -> None:
+            aliases.counter(
+                f"{name}_total", text, MODEL, callback=lambda: {self._label: read(self._totals())}
             )
-        }
+
+        total("prompt_tokens", "Prompt tokens", lambda totals: totals.prompt_tokens)
+        total("generation_tokens", "Generated tokens", lambda totals: totals.generated_tokens)
+        total(
+            "prefix_cache_queries",
+            "Prompt tokens that were looked up",
+            lambda totals: totals.prompt_tokens,
+        )
+        total(
+            "prefix_cache_hits", "Prompt tokens from the cache", lambda totals: totals.cached_tokens
+        )
+        total("num_preemptions", "Preemptions", lambda totals: totals.preemptions)
         self._times = {
-            name: aliases.histogram(f"{name}_seconds", text, SECONDS, MODEL).labels(model)
-            for name, text in (
-                ("request_queue_time", "Time until a step takes a request up"),
-                ("request_prefill_time", "Time from there to the first token"),
-                ("request_decode_time", "Time from the first token to the end"),
-                ("time_to_first_token", "Time until the first token"),
-                ("inter_token_latency", "Mean time between the tokens of a request"),
-                ("e2e_request_latency", "Time of a request at the worker"),
+            name: aliases.histogram(f"{name}_seconds", text, bounds, MODEL).labels(model)
+            for name, text, bounds in (
+                ("request_queue_time", "Time until a step takes a request up", LATENCY),
+                ("request_prefill_time", "Time from there to the first token", LATENCY),
+                ("request_decode_time", "Time from the first token to the end", LATENCY),
+                ("time_to_first_token", "Time until the first token", FIRST_TOKEN),
+                ("inter_token_latency", "Mean time between tokens of a request", BETWEEN_TOKENS),
+                ("e2e_request_latency", "Time of a request at the worker", LATENCY),
             )
         }
         registry.add_text(self._render)
@@ -78,26 +103,24 @@ class VllmNames:
             f"{line[:7]}vllm:{line[7:]}" if line[0] == "#" else f"vllm:{line}" for line in lines
         )
 
-    def on_finish(self, prompt_tokens: int, cached_tokens: int, end: Finish) -> None:
-        """Count a request that has ended."""
-        counters, times = self._counters, end.times
-        counters["prompt_tokens"].inc(prompt_tokens)
-        counters["prefix_cache_queries"].inc(prompt_tokens)
-        counters["prefix_cache_hits"].inc(cached_tokens)
-        counters["generation_tokens"].inc(end.completion_tokens)
-        if times is None or times.prefill_s is None:
-            return
-        counters["num_preemptions"].inc(times.preemptions or 0)
-        queue_s, prefill_s = times.queue_s or 0.0, times.prefill_s + (times.kv_s or 0.0)
-        decode_s = times.decode_s or 0.0
-        for name, seconds in (
-            ("request_queue_time", queue_s),
-            ("request_prefill_time", prefill_s),
-            ("request_decode_time", decode_s),
-            ("time_to_first_token", queue_s + prefill_s),
-            ("e2e_request_latency", queue_s + prefill_s + decode_s),
-        ):
-            self._times[name].observe(seconds)
+    def _totals(self) -> EngineTotals:
+        return self._engine.totals() or self._counted
+
+    def on_finish(self, reply: CountedReply, cached_tokens: int, end: Finish) -> None:
+        """Count a request that has ended. The totals count for an engine that has none."""
+        counted, times = self._counted, end.times
+        counted.prompt_tokens += reply.prompt_tokens
+        counted.cached_tokens += cached_tokens
+        counted.generated_tokens += end.completion_tokens
+        ended_s = self.now()
+        decode_s = ended_s - reply.begun_s
+        self._times["time_to_first_token"].observe(reply.begun_s - reply.received_s)
+        self._times["e2e_request_latency"].observe(ended_s - reply.received_s)
+        if times is not None and times.prefill_s is not None:
+            decode_s = times.decode_s or 0.0
+            self._times["request_queue_time"].observe(times.queue_s or 0.0)
+            self._times["request_prefill_time"].observe(times.prefill_s + (times.kv_s or 0.0))
+            self._times["request_decode_time"].observe(decode_s)
         if (gaps := end.completion_tokens - 1) > 0:
             histogram = self._times["inter_token_latency"]
             histogram.counts[bisect_left(histogram.bounds, decode_s / gaps)] += gaps
@@ -105,21 +128,24 @@ class VllmNames:
 
 
 class CountedReply(ReplyEncoder):
-    """Encodes the answer of a request, and counts it at its end."""
+    """Encodes the answer of a request, and counts it at its end. Times are those of the clock of
+    `names`."""
 
-    __slots__ = ("_cached_tokens", "_names", "_prompt_tokens")
+    __slots__ = ("_cached_tokens", "_names", "begun_s", "prompt_tokens", "received_s")
 
     def __init__(
         self, send: Callable[[bytes], bool], worker: str, names: VllmNames, prompt_tokens: int
     ) -> None:
         super().__init__(send, worker)
-        self._names, self._prompt_tokens, self._cached_tokens = names, prompt_tokens, 0
+        self._names, self.prompt_tokens, self._cached_tokens = names, prompt_tokens, 0
+        self.received_s = self.begun_s = names.now()
 
     def begin(self, started: Started) -> None:
         self._cached_tokens = started.cached_tokens
+        self.begun_s = self._names.now()
         super().begin(started)
 
     def finish(self, end: Finish) -> None:
         super().finish(end)
         cached = self._cached_tokens if end.cached_tokens is None else end.cached_tokens
-        self._names.on_finish(self._prompt_tokens, cached, end)
+        self._names.on_finish(self, cached, end)

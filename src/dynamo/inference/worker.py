@@ -88,7 +88,8 @@ class EngineWorker:
             context_tokens=min(self._card.context_tokens, info.context_tokens),
         )
         declare_worker_metrics(runtime.metrics, self._engine)
-        self._names = VllmNames(runtime.metrics, self._engine, card.names[0], info)
+        metrics, now = runtime.metrics, runtime.clock.now
+        self._names = VllmNames(metrics, self._engine, card.names[0], info, now)
         runtime.health.add_check("engine", self._engine_failure)
         self._engine.on_failure(self._on_engine_failed)
         self._own_engines = batched_engines(self._engine)

@@ -247,6 +247,11 @@ async def test_any_engine_can_be_served(runtime, card, make_request):
     reply = RecordingReply()
     await call(client, encode_request(make_request([5, 6, 7])), ReplyDecoder(reply).feed)
     assert reply.ids == [5, 6, 7]
+    lines = runtime.metrics.render().splitlines()
+    for name in ("prompt_tokens_total", "generation_tokens_total"):  # the engine counts none
+        assert f'vllm:{name}{{model_name="org/tiny"}} 3' in lines
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert f'vllm:{name}_seconds_count{{model_name="org/tiny"}} 1' in lines
     await worker.close()
 
 
