@@ -252,7 +252,7 @@ def test_an_answer_in_a_larger_batch_is_overload_for_as_much_as_its_worker_has_l
 def test_requests_that_moved_explain_an_answer_for_as_long_as_they_were_beside_it() -> None:
     lost = make_attempt(worker="w2", error="worker_failed", reason="the connection broke")
     known = Surroundings()
-    moved = make_attempt(placed_us=850_000, first_us=900_000, ended_us=2_000_000)
+    moved = make_attempt(placed_us=150_000, first_us=898_000, ended_us=2_000_000)
     for _ in range(8):
         known.add_moves(make_story(lost, moved))
     times = replace(USUAL, decode_s=1.0, decode_beside=8.0)

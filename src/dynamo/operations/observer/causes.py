@@ -150,10 +150,10 @@ def lost_worker_beside(late: LateStage) -> Cause | None:
     workers = [late.worker] if late.worker else list(moves)
     decodes = late.name == "decode"  # where they are beside it until their end
     moved = [
-        (lost, name, late.overlap_us(since_s, ended_s if decodes else first_s))
+        (lost, name, late.overlap_us(*((taken_s, ended_s) if decodes else (placed_s, first_s))))
         for worker in workers
-        for since_s, first_s, ended_s, lost, name in moves.get(worker, ())
-        if since_s not in late.request.placed_s
+        for placed_s, taken_s, first_s, ended_s, lost, name in moves.get(worker, ())
+        if placed_s not in late.request.placed_s
     ]
     moved = [move for move in moved if move[2]]
     if not moved:

@@ -46,9 +46,10 @@ class Surroundings(msgspec.Struct):
     as Unix time, seconds). `planes`: (from, until, process, why). `marks`: the last workers and
     salts by the mark of a prompt's beginning: (salt mark, worker, Unix time). `prefills`: long ones
     by worker, (placed, from, until, tokens). `answered`: when each worker last ended an answer.
-    `moves`: those of requests that lost their worker, by the worker to which they went, (from,
-    first token, end, lost worker, name of the cause). `core_waits`: how long a worker had no core,
-    (from, until, seconds). `timings`: the coefficients of each worker's step time, in ms."""
+    `moves`: those of requests that lost their worker, by the worker to which they went: (from, in
+    its steps from, first token, end, lost worker, name of the cause). `core_waits`: how long a
+    worker had no core, (from, until, seconds). `timings`: the coefficients of each worker's step
+    time, in ms."""
 
     pauses: dict[str, deque[tuple[float, float]]] = {}
     planes: deque[tuple[float, float, str, str]] = msgspec.field(
@@ -57,7 +58,7 @@ class Surroundings(msgspec.Struct):
     marks: dict[tuple[str, int], deque[tuple[int, str, float]]] = {}
     prefills: dict[str, deque[tuple[float, float, float, int]]] = {}
     answered: dict[str, float] = {}
-    moves: dict[str, deque[tuple[float, float, float, str, str]]] = {}
+    moves: dict[str, deque[tuple[float, float, float, float, str, str]]] = {}
     core_waits: dict[str, deque[tuple[float, float, float]]] = {}
     core_totals: dict[str, tuple[float, float]] = {}
     timings: dict[str, tuple[float, ...]] = {}
@@ -67,15 +68,16 @@ class Surroundings(msgspec.Struct):
         attempts = slowest_attempts(story)
         for lost, again in pairwise(attempts):
             if lost.error:
-                began_s = story.wall_s + again.placed_us / 1e6
+                placed_s = story.wall_s + again.placed_us / 1e6
                 until_us = again.ended_us if again.first_us is None else again.first_us
-                moves = self.moves.setdefault(again.worker, deque(maxlen=MAX_PREFILLS))
-                name = name_of_loss(lost)
                 first_s, ended_s = (
                     story.wall_s + until_us / 1e6,
                     story.wall_s + again.ended_us / 1e6,
                 )
-                moves.append((began_s, first_s, ended_s, lost.worker, name))
+                prefill_s = None if again.times is None else again.times.prefill_s
+                taken_s = placed_s if prefill_s is None else first_s - prefill_s
+                moves = self.moves.setdefault(again.worker, deque(maxlen=MAX_PREFILLS))
+                moves.append((placed_s, taken_s, first_s, ended_s, lost.worker, name_of_loss(lost)))
 
     def add_prefills(self, story: EndedStory) -> None:
         """Note the long prompts that the workers of a request have computed."""
