@@ -4,12 +4,15 @@
     benchmarks/blame.py --model DIR [--causes frozen,overload] [--requests 200] [--scene held-out]
 
 For each cause, a fresh deployment first serves healthy requests. Then the cause is injected again
-and again, in turn with the same scene without it, the calm one, until so many requests were slowed, that is, took `SLOWED_S` longer than the median of calm ones, and longer than 95 % of them.
-The target is that the observer names the cause first for 95 % of them; of a pair, both among the
-first two. At most 2 % of the other requests may be blamed: calm ones and those that came at other
-times, however long they took, and those that lost no worker and took no longer than usual.
-Healthy requests that were slow at the time of the cause are only shown, since the machine has
-slowed some of them. Time in which this process itself stood still is subtracted.
+and again, in turn with the same scene without it, the calm one. A request was slowed by the cause
+if it took `SLOWED_S` longer than the median of calm ones, and longer than 95 % of them. The run ends
+when there are enough of them. The target is that the observer names the cause first for 95 % of
+them; of a pair, both among the first two.
+
+At most 2 % of the other requests may be blamed. These are calm requests, those that came at other
+times, and those that lost no worker and took no longer than usual. Healthy requests that were slow
+at the time of the cause are only shown, since the machine has slowed some of them. Time in which
+this process itself stood still is subtracted.
 
 The verdict was developed with the scenes `tuned` (2 mock workers) and `native` (the native engine
 with made-up weights). `held-out` (4 mock workers, a router process, other sizes and rates) was not
@@ -188,11 +191,11 @@ async def run_scenario(
     judged = Judged(scenario, client, windows, stories)
     if args.stories:
         groups = {"missed": judged.missed, "blamed": judged.blamed, "slowed": judged.slowed}
-        kept = {
+        kept_stories = {
             name: [(call, judged.late_s(call), stories[call.name]) for call in calls]
             for name, calls in groups.items()
         }
-        Path(args.stories, f"{scenario.inject.__name__}.json").write_text(json.dumps(kept))
+        Path(args.stories, f"{scenario.inject.__name__}.json").write_text(json.dumps(kept_stories))
     return count(judged, usual_s, args.show)
 
 

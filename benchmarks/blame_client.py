@@ -109,7 +109,7 @@ class Call(NamedTuple):
 PAUSE_S = 0.12
 TICK_S = 0.01
 CACHE_TOKENS = 8_000
-"""What the cache of a worker holds where it is small."""
+"""The prompt tokens that a small cache of a worker holds."""
 
 
 class Client:

@@ -216,7 +216,7 @@ class Scenario(NamedTuple):
 
 
 FEW_TOKENS = 5
-"""Those of an answer, where the prompt matters."""
+"""The tokens of an answer where the prompt matters."""
 FULL = ("--num-blocks", "{blocks}")
 """Small caches: `CACHE_TOKENS` in blocks of the scene's size."""
 FEW = ("--max-num-seqs", "{slots}")

@@ -22,9 +22,9 @@ encode_load = msgspec.msgpack.Encoder().encode
 
 
 class CoreWait:
-    """Sums up how long threads of this process were ready to run, but had no core: of each interval
-    between two calls of `measure`, the wait of the thread that waited longest. A call costs 20 us
-    of CPU for each thread."""
+    """Sums up how long threads of this process were ready to run, but had no core. Of each interval
+    between two calls of `measure`, the wait of the thread counts that waited longest. A call costs
+    20 us of CPU for each thread."""
 
     def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
         """`tasks`: the folder of the process's threads; without it, the sum stays 0."""

@@ -52,9 +52,9 @@ class LateRequest:
             self.lost.append(len(attempts) - 1)
 
     def loss_before(self, stage: StageTime) -> str:
-        """Return the name of the loss but for which a stage would not have been: the worker before
-        had begun to answer, or was predicted to, so that `explain_loss` has told the wait for it.
-        "" if there was none."""
+        """Return the name of the loss but for which a stage would not have been; "" if there was
+        none. The worker before had begun to answer, or its wait was predicted, which `explain_loss`
+        tells."""
         number = stage.attempt or 0
         if number - 1 not in self.lost or stage.name in ("decode", "deliver"):
             return ""
