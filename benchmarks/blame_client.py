@@ -227,15 +227,15 @@ class Client:
     async def next_prompts(self, count: int) -> list[str]:
         """Return the next of some prompts that come in turn: more than the caches hold, so that
         others have taken their blocks. While it is calm, they are so few that all are cached."""
-        if self.calm:
-            prompts = self.prompts(0.3)[:2]
-            await self.send_all(prompts * 2, tokens=1)
-            return [prompts[number % len(prompts)] for number in range(count)]
         if not self._pool:
             self._pool = self.prompts(1.6)
             for prompt in self._pool:  # blocks that are used again are worth a place in a tier
                 await self.send("x", prompt, tokens=1)
                 await self.send("x", prompt, tokens=1)
+        if self.calm:
+            prompts = self.prompts(0.3)[:2]
+            await self.send_all(prompts * 2, tokens=1)
+            return [prompts[number % len(prompts)] for number in range(count)]
         taken, self._pool = self._pool[:count], self._pool[count:]
         self._pool += taken
         return taken
