@@ -70,3 +70,13 @@ def test_a_worker_without_a_core_explains_its_slow_steps() -> None:
     assert verdict_on(late_story(slow)).cause == "unexplained: decode"
     slow.load = 9
     assert verdict_on(late_story(slow), known).cause == "overload", "these need the cores"
+
+
+def test_stages_that_are_late_together_count_as_late() -> None:
+    times = replace(USUAL, prefill_s=0.118, decode_s=0.145)
+    slow = make_attempt(first_us=121_000, ended_us=266_000, times=times, load=9)
+    causes = [(cause.name, cause.stage) for cause in verdict_on(late_story(slow)).causes]
+    assert causes == [("overload", "prefill"), ("overload", "decode")]
+    times = replace(times, prefill_s=0.060)
+    slow = make_attempt(first_us=63_000, ended_us=208_000, times=times, load=9)
+    assert verdict_on(late_story(slow)).causes == ()

@@ -102,7 +102,8 @@ def _find_causes(
 
 
 def _find_late(request: LateRequest, typical: TypicalTimes) -> Iterator[tuple[StageTime, int]]:
-    """Yield each stage that took longer than it should have, and how much; 0 for a little."""
+    """Yield each stage that took longer than it should have, and how much. A stage that was late by
+    less than half of its usual time counts only if the whole request was late by half."""
     story, missed = request.story, request.missed
     usual_us: dict[str, float] = {}
     late_us: Counter[str] = Counter()
@@ -120,7 +121,9 @@ def _find_late(request: LateRequest, typical: TypicalTimes) -> Iterator[tuple[St
             us = int(stage.us * missed.share)
         late_us[name] += us
         stages.append((stage, us))
+    usual = {name: typical.usual_us(story, name) for name in late_us}
+    is_late = late_us.total() >= sum(usual.values()) * (LATE_RATIO - 1)
     for stage, us in stages:
-        usual = typical.usual_us(story, stage.name)
-        if us and late_us[stage.name] >= max(MIN_STAGE_US, usual * (LATE_RATIO - 1)):
+        enough_us = 0.0 if is_late else usual[stage.name] * (LATE_RATIO - 1)
+        if us and late_us[stage.name] >= max(MIN_STAGE_US, enough_us):
             yield stage, us
