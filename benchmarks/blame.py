@@ -173,10 +173,11 @@ async def run_scenario(
         while time.monotonic() < until_s and args.requests > sum(
             client.is_slowed(call) for call in client.calls["v"]
         ):
+            began_s = time.monotonic()
             client.calm = len(windows) % 2 == 0 or len(client.calls["c"]) < CALM
             if client.calm:
-                await scenario.inject(client)
-            client.calm, began_s = False, time.monotonic()
+                await scenario.inject(client)  # its new prompts are long ones, too
+            client.calm = False
             await scenario.inject(client)
             windows.append((began_s, time.monotonic()))
             await asyncio.sleep(BETWEEN_S)
