@@ -115,7 +115,7 @@ async def slow_tier(client: Client) -> None:
 
 
 async def _load_slowly(client: Client, others: int = 0) -> None:
-    prompts = await client.next_prompts(len(client.prompts(0.6)))  # they must fit at once
+    prompts = await client.next_prompts(len(client.prompts(0.6)))  # all fit at once
     await client.signal_service(signal.SIGSTOP)
     burst = asyncio.create_task(client.burst("x", 0 if client.calm else others))
     await asyncio.sleep(PAUSE_S)
