@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tests.faults.cluster import Cluster
 from tests.support.chromium import CHROMIUM, Chromium
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+AXE = Path(__file__).parents[1] / "data/axe/axe.min.js.gz"
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -66,12 +68,11 @@ def look(cluster: Cluster, browser: Chromium) -> None:
         "settings",
         "playground",
     ):
-        for width, dark in ((390, False), (390, True), (1180, False)):
-            browser.resize(width, dark=dark)
-            browser.run(f"location.hash = '{page}'")
-            browser.wait_for("document.querySelector('main :is(table, textarea)')")
-            # A phone makes its page wider, rather than to scroll it.
-            assert browser.run("document.documentElement.scrollWidth") <= width, page
+        browser.resize(390)
+        browser.run(f"location.hash = '{page}'")
+        browser.wait_for("document.querySelector('main :is(table, textarea)')")
+        # A phone makes its page wider, rather than to scroll it.
+        assert browser.run("document.documentElement.scrollWidth") <= 390, page
     assert browser.run("document.querySelectorAll('main img').length") == 0
     assert browser.problems == []
     own = (observer.address, f"http://127.0.0.1:{cluster.port}/")
@@ -83,6 +84,7 @@ def look_at_workers(browser: Chromium) -> None:
     browser.wait_for("document.querySelector('[aria-label*=\"waiting of worker-1: up to\"]')")
     browser.run("document.querySelector('[aria-label=Workers] a').click()")
     browser.wait_for("document.querySelectorAll('svg.large polyline').length === 5")
+    read_a_curve(browser)
     browser.run("[...document.querySelectorAll('dl a')].at(-1).click()")
     browser.wait_for("document.querySelector('pre').innerText.includes('worker serves')")
     assert browser.run("document.querySelector('select').value") == "worker-1"
@@ -90,6 +92,22 @@ def look_at_workers(browser: Chromium) -> None:
     browser.run("location.hash = 'settings'")
     browser.wait_for("document.querySelector('[aria-label=Settings]')")
     assert "flag --model-name" in browser.run("document.querySelector('main').innerText")
+
+
+def read_a_curve(browser: Chromium) -> None:
+    """Keys and the mouse choose the time of which the values are told."""
+    told = "[...document.querySelectorAll('main h2 small')].map(each => each.innerText)"
+    browser.run(f"newest = {told}[0]; document.querySelector('input[type=range]').focus()")
+    for _ in range(3):
+        browser.press("ArrowLeft")
+    browser.wait_for(f"new Set({told}.map(text => text.split(',')[0])).size === 1")
+    assert browser.run(f"{told}[0] < newest")
+    assert browser.run("document.querySelectorAll('svg.large line').length") == 5
+    box = browser.run("document.querySelector('svg.large').getBoundingClientRect().toJSON()")
+    for x, y, first in ((box["x"], box["y"] + 9, True), (1, 1, False)):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        chosen = browser.run("document.querySelector('input[type=range]').value === '0'")
+        assert chosen is first
 
 
 def use_the_playground(browser: Chromium) -> None:
@@ -134,6 +152,68 @@ async def test_a_person_finds_a_slow_request(
         await asyncio.to_thread(chat, cluster, "the-slow-one")
         await asyncio.to_thread(look, cluster, browser)
         await restart_the_observer(cluster, browser)
+
+
+def check_accessibility(cluster: Cluster, browser: Chromium) -> None:
+    axe = gzip.decompress(AXE.read_bytes()).decode()
+    browser.open(f"http://127.0.0.1:{cluster.port}/")
+    browser.wait_for("document.querySelector('[aria-label=\"Slow requests\"] a')")
+    browser.run(f"{axe}; 0")
+    worker = cluster.ready("worker")[0].instance
+    pages = (
+        *("overview", "workers", f"worker/{worker}", "requests", "request/the-slow-one"),
+        *("logs", "settings", "playground"),
+    )
+    for page in pages:
+        browser.run(f"location.hash = '{page}'")
+        browser.wait_for("document.querySelector('main :is(table, pre, textarea, svg)')")
+        for width, dark in ((390, False), (1180, True)):
+            browser.resize(width, dark=dark)
+            found = browser.run(
+                "axe.run().then(({violations, passes}) => [passes.length, violations.map("
+                "({id, nodes}) => `${id}: ${nodes.map(({html}) => html).join()}`)])"
+            )
+            assert found[0] > 10, page
+            assert found[1] == [], page
+
+
+async def test_axe_finds_no_violation(tiny_model: Path, tmp_path: Path, browser: Chromium) -> None:
+    flags = ("--observer",)
+    with Cluster(tiny_model, tmp_path, workers=1, flags=flags, name=HOSTILE) as cluster:
+        await asyncio.to_thread(chat, cluster, "the-slow-one")
+        await asyncio.to_thread(check_accessibility, cluster, browser)
+
+
+THOUGHT = "Hm, a long thought of many words, which no later prompt has."
+SCRIPT = """\
+{"when": "again", "text": "As before."}
+{"when": "think", "text": "<think>%s</think>It is 4."}
+"""
+
+
+def ask_a_model_that_thinks(cluster: Cluster, browser: Chromium) -> None:
+    (observer,) = cluster.ready("observer")
+    browser.open(f"{observer.address}/console#playground")
+    browser.wait_for("document.querySelector('option')")
+    for count, text in enumerate(("think", "again"), 1):
+        browser.run("document.querySelector('textarea').focus()")
+        browser.call("Input.insertText", text=text)
+        browser.press("Enter")
+        browser.wait_for(f"document.querySelectorAll('[aria-label=Stages]').length === {count}")
+    shown = browser.run("[...document.querySelectorAll('article p')].map(part => part.innerText)")
+    assert shown[:3] == ["think", THOUGHT, "It is 4."]
+    stories = browser.run(f"fetch('{observer.address}/requests').then(answer => answer.json())")
+    again, thought = (each["prompt_tokens"] for each in stories["requests"])
+    assert thought < again < thought + len(THOUGHT)  # a token of the tiny model is a byte
+
+
+async def test_the_playground_shows_reasoning_and_does_not_send_it(
+    tiny_model: Path, tmp_path: Path, browser: Chromium
+) -> None:
+    (tmp_path / "script").write_text(SCRIPT % THOUGHT)
+    flags = ("out=script", "--script", "script", "--tool-format", "qwen3", "--observer")
+    with Cluster(tiny_model, tmp_path, workers=1, flags=flags) as cluster:
+        await asyncio.to_thread(ask_a_model_that_thinks, cluster, browser)
 
 
 def use_a_key(cluster: Cluster, browser: Chromium) -> None:

@@ -51,11 +51,13 @@ export const facts = pairs => el("dl", {}, pairs.filter(([, value]) => value !==
   value !== undefined && value !== null).map(([name, value]) =>
   [el("dt", {}, name), el("dd", {}, value)]));
 
-// A curve of values, oldest first, at their times or equally spaced. null: not known then.
-export function curve(label, values, {top, style = "", at: times} = {}) {
+// A curve of values, oldest first, at their times or equally spaced. null: not known then. `mark`: the index of a
+// value under a vertical line.
+export function curve(label, values, {top, style = "", at: times, mark} = {}) {
   const width = 300, height = 40, known = values.filter(value => value !== null);
   const most = top || Math.max(...known, 0) || 1, step = width / Math.max(1, values.length - 1);
   const scale = times && times.length > 1 ? width / (times[times.length - 1] - times[0]) : 0;
+  const place = index => (scale ? (times[index] - times[0]) * scale : index * step);
   const svg = draw("svg", {viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none",
     role: "img", "aria-label": `${label}: ${known.length ? "up to " : "nothing "}${
       known.length ? short(Math.max(...known)) : "yet"}`, class: style});
@@ -73,10 +75,12 @@ export function curve(label, values, {top, style = "", at: times} = {}) {
   };
   values.forEach((value, at) => {
     if (value === null) return end();
-    points.push([scale ? (times[at] - times[0]) * scale : at * step, height - 1 - Math.min(1, value / most) * (height - 2)]);
+    points.push([place(at), height - 1 - Math.min(1, value / most) * (height - 2)]);
     return undefined;
   });
   end();
+  if (mark !== undefined)
+    svg.append(draw("line", {x1: place(mark), x2: place(mark), y1: 0, y2: height}));
   return svg;
 }
 // A bar from one share to another, 0 to 1.

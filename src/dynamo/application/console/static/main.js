@@ -46,8 +46,9 @@ function update(next) {
   const {alerts, processes, deployment} = state;
   const away = Object.values(processes).filter(each => each.state !== "ready" && each.state !== "starting");
   at("deployment").textContent = deployment;
-  show(at("health"), alerts.length || away.length
-    ? el("span", {class: "bad"}, `${count(alerts, "alert")}, ${count(away, "process", "es")} not ready`)
+  const problems = [alerts.length && count(alerts, "alert"),
+    away.length && `${count(away, "process", "es")} not ready`].filter(Boolean);
+  show(at("health"), problems.length ? el("span", {class: "bad"}, problems.join(", "))
     : el("span", {class: "good"}, "all processes ready, no alerts"));
   if (page.update) page.update(state);
 }

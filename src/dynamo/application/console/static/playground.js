@@ -14,26 +14,30 @@ async function send(frontend, body, signal, onText) {
     const {error} = await answer.json().catch(() => ({}));
     throw new Error(error ? error.message : `status ${answer.status}`);
   }
-  let first, usage = {};
+  let first, usage = {}, end = "";
   for await (const event of events(answer)) {
     if (event.error) throw new Error(event.error.message);
-    const delta = event.choices && event.choices[0] ? event.choices[0].delta : {};
-    const text = (delta && (delta.reasoning_content || "") + (delta.content || "")) || "";
-    if (text && first === undefined) first = performance.now();
-    if (text) onText(text);
+    const choice = (event.choices || [])[0] || {};
+    const {reasoning_content: thought, content} = choice.delta || {};
+    if (thought || content) {
+      first ??= performance.now();
+      onText(thought || "", content || "");
+    }
+    end = choice.finish_reason || end;
     usage = event.usage || usage;
   }
   const took = (performance.now() - began) / 1e3;
   const writing = first === undefined ? 0 : (performance.now() - first) / 1e3;
   return {request: answer.headers.get("x-request-id"), worker: answer.headers.get("x-dynamo-worker"),
-    usage, took, pace: writing > 0 ? Math.max(0, (usage.completion_tokens || 0) - 1) / writing : 0,
+    usage, took, end, pace: writing > 0 ? Math.max(0, (usage.completion_tokens || 0) - 1) / writing : 0,
     first: first === undefined ? null : (first - began) / 1e3};
 }
-function summary({usage, worker, took, first, pace}) {
+function summary({usage, worker, took, end, first, pace}) {
   const cached = (usage.prompt_tokens_details || {}).cached_tokens || 0;
   return `${shortName(worker || "unknown worker")}: ${usage.prompt_tokens || 0} tokens in, ${cached
   } cached, ${usage.completion_tokens || 0} out; first after ${seconds(first)}, ${
-    pace.toFixed(1)} tokens/s, ${seconds(took)} in all`;
+    pace.toFixed(1)} tokens/s, ${seconds(took)} in all${
+    end === "length" ? "; cut: see `tokens at most`" : ""}`;
 }
 export function open(body, _, fail) {
   const model = el("select"), limit = el("input", {type: "number", min: 1, value: 128});
@@ -43,18 +47,19 @@ export function open(body, _, fail) {
   let frontend, running = new AbortController();
 
   async function ask(text) {
-    const answer = el("p"), about = el("p", {class: "dim"}, "..."), story = el("div");
+    const answer = el("div"), about = el("p", {class: "dim"}, "..."), story = el("div");
     turns.append(el("article", {class: "turn"}, el("p", {}, el("b", {}, text)), answer, about, story));
     messages.push({role: "user", content: text});
     const words = {model: model.value, messages, stream: true, stream_options: {include_usage: true},
       max_tokens: Number(limit.value) || 128};
     running = new AbortController();
     go.disabled = !(stop.disabled = false);
-    let said = "";
+    let thoughts = "", said = "";
     try {
-      const result = await send(frontend, words, running.signal, piece => {
-        said += piece;
-        answer.textContent = said;
+      const result = await send(frontend, words, running.signal, (thought, content) => {
+        thoughts += thought;
+        said += content;
+        show(answer, thoughts ? el("p", {class: "dim"}, thoughts) : null, el("p", {}, said));
       });
       messages.push({role: "assistant", content: said});
       about.textContent = summary(result);

@@ -29,7 +29,7 @@ export function open(body, _, fail) {
   };
   const again = () => update().catch(fail);
   const filter = el("form", {class: "row", onsubmit: event => { event.preventDefault(); again(); },
-    onchange: again}, el("label", {}, "at least, s", slow), el("label", {}, "worker", worker),
+    onchange: again}, el("label", {}, "took at least, s", slow), el("label", {}, "worker", worker),
   el("label", {class: "check"}, failed, "failed only"), el("button", {}, "Filter"));
   const find = el("form", {class: "row", onsubmit: event => {
     event.preventDefault();
