@@ -35,6 +35,7 @@ def chat(cluster: Cluster, name: str) -> None:
 
 def look(cluster: Cluster, browser: Chromium) -> None:
     browser.resize(1180)
+    cluster.wait_blocking(lambda: cluster.ready("observer"))
     browser.open(f"http://127.0.0.1:{cluster.port}/")  # leads to the console
     browser.wait_for("document.querySelectorAll('[aria-label=Workers] tbody tr').length === 2")
     (observer,) = cluster.ready("observer")
@@ -156,6 +157,7 @@ async def test_a_person_finds_a_slow_request(
 
 def check_accessibility(cluster: Cluster, browser: Chromium) -> None:
     axe = gzip.decompress(AXE.read_bytes()).decode()
+    cluster.wait_blocking(lambda: cluster.ready("observer"))
     browser.open(f"http://127.0.0.1:{cluster.port}/")
     browser.wait_for("document.querySelector('[aria-label=\"Slow requests\"] a')")
     browser.run(f"{axe}; 0")
@@ -192,6 +194,7 @@ SCRIPT = """\
 
 
 def ask_a_model_that_thinks(cluster: Cluster, browser: Chromium) -> None:
+    cluster.wait_blocking(lambda: cluster.ready("observer"))
     (observer,) = cluster.ready("observer")
     browser.open(f"{observer.address}/console#playground")
     browser.wait_for("document.querySelector('option')")
@@ -217,6 +220,7 @@ async def test_the_playground_shows_reasoning_and_does_not_send_it(
 
 
 def use_a_key(cluster: Cluster, browser: Chromium) -> None:
+    cluster.wait_blocking(lambda: cluster.ready("observer"))
     (observer,) = cluster.ready("observer")
     browser.open(f"{observer.address}/console#playground")
     for key, is_known in (("wrong", False), ("right", True)):

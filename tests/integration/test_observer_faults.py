@@ -37,6 +37,7 @@ async def test_requests_notice_nothing_of_a_frozen_or_killed_observer(
     flags = ("--observer",)
     with Cluster(tiny_model, tmp_path, workers=2, flags=flags, environ=environ) as cluster:
         texts = await cluster.texts(range(8), TOKENS)
+        await cluster.wait_for(lambda: cluster.ready("observer"))
         (before,) = cluster.ready("observer")
         pid = before.pid
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -60,6 +61,7 @@ async def test_an_observer_that_is_replaced_keeps_its_port(
 ) -> None:
     flags = ("--observer", "--observer.port", str(free_port()))
     with Cluster(tiny_model, tmp_path, workers=1, flags=flags) as cluster:
+        await cluster.wait_for(lambda: cluster.ready("observer"))
         (before,) = cluster.ready("observer")
         assert before.address.endswith(flags[-1])
         code, shown = await cluster.try_command("restart", "observer")
@@ -78,6 +80,7 @@ async def test_an_observer_that_is_replaced_keeps_its_port(
 async def test_requests_notice_nothing_of_twenty_scrapers(tiny_model: Path, tmp_path: Path) -> None:
     with Cluster(tiny_model, tmp_path, workers=2, flags=("--observer",)) as cluster:
         texts = await cluster.texts(range(4), TOKENS)
+        await cluster.wait_for(lambda: cluster.ready("observer"))
         (observer,) = cluster.ready("observer")
         ports = [f"http://127.0.0.1:{cluster.port}/metrics", f"{observer.address}/metrics"]
 
