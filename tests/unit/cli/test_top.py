@@ -100,6 +100,16 @@ def test_the_last_state_stays_with_the_reason_why_nothing_is_newer() -> None:
     assert shown[-1] == "not current: nobody listens\\x07"
 
 
+def test_alerts_name_their_subject_if_they_have_one() -> None:
+    alerts = [
+        {"name": "WorkerLost", "about": "worker-2", "message": "Requests move."},
+        {"name": "failures", "message": "Routing could be better."},
+    ]
+    shown = texts(msgspec.structs.replace(many_workers(1), alerts=alerts))
+    assert "! WorkerLost worker-2: Requests move." in [line.strip() for line in shown]
+    assert "! failures: Routing could be better." in [line.strip() for line in shown]
+
+
 def many_workers(count: int) -> TopState:
     rows = [
         WorkerRow(

@@ -246,9 +246,10 @@ def _format_s(seconds: float | None) -> str:
 
 
 def _alert_lines(state: TopState) -> list[Line]:
+    subjects = [f"{alert['name']} {alert.get('about', '')}".strip() for alert in state.alerts[:3]]
     shown = [
-        Line(f"! {alert['name']} {alert.get('about', '')}: {alert.get('message', '')}", "bad")
-        for alert in state.alerts[:3]
+        Line(f"! {subject}: {alert.get('message', '')}", "bad")
+        for subject, alert in zip(subjects, state.alerts, strict=False)
     ]
     if len(state.alerts) > 3:
         shown.append(Line(f"! {len(state.alerts) - 3} more: `dynamo doctor` lists them", "bad"))
