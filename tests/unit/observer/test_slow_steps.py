@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 from tests.unit.observer.stories import make_attempt, make_story
-from tests.unit.observer.test_verdict import USUAL, late_story, verdict_on
+from tests.unit.observer.test_verdict import USUAL, late_attempt, late_story, verdict_on
 
 from dynamo.core.values import Load
 from dynamo.operations.observer.surroundings import Surroundings
@@ -31,6 +31,8 @@ def test_an_answer_beside_many_more_requests_than_usual_is_overload() -> None:
     verdict = verdict_on(late_story(slow))
     assert verdict.text == "0.9 of 1.1 s decoding at w1 beside 5 requests"
     assert verdict_on(late_story(replace(slow, load=3))).cause == "unexplained: decode"
+    prompt = late_attempt(0.5, {"prefill_s": 0.54}, load=1)
+    assert verdict_on(late_story(prompt)).text.endswith("prompt tokens at w1 beside 1 request")
 
 
 def test_an_answer_in_a_larger_batch_is_overload_for_as_much_as_its_worker_has_learnt() -> None:

@@ -248,7 +248,7 @@ def overload(late: LateStage) -> Cause | None:
         return None
     tokens = attempt.prompt_tokens - attempt.cached_tokens
     work = "decoding" if late.name == "decode" else f"computing {tokens} prompt tokens"
-    text = f"{work} at {late.worker} beside {ahead} requests"
+    text = f"{work} at {late.worker} beside {ahead} request{'s' * (ahead != 1)}"
     if late.name == "place":
         us = attempt.waited_us
         text = f"held by the router for a better moment, with {attempt.queue_length} more"
