@@ -126,6 +126,18 @@ async def test_its_death_ends_no_worker_and_the_next_order_starts_another(forks:
     await second.end(8)
 
 
+async def test_a_renewed_server_imports_the_present_code(forks: Forks) -> None:
+    before = children()
+    first = await forks.fork()
+    (old,) = children() - before - {first.process.pid}
+    await forks.server.renew()
+    second = await forks.fork()
+    (new,) = children() - before - {first.process.pid, second.process.pid}
+    assert new != old
+    assert (await first.end(7))["parent"] == os.getpid()
+    assert (await second.end(8))["engines"] == ["native"]  # the first one of its server
+
+
 async def test_a_server_that_cannot_start_is_an_error() -> None:
     before = children()
     server = ForkServer((sys.executable, "-c", ""))

@@ -166,6 +166,11 @@ class ForkServer:
             finally:
                 adopt_orphans(False)
 
+    async def renew(self) -> None:
+        """Let the next worker be forked by a new server, which imports the present code."""
+        async with self._lock:
+            self.close()
+
     def close(self) -> None:
         """Kill the server. The workers that it has forked run on."""
         if self._socket is not None:

@@ -59,7 +59,7 @@ class ProcessGroup:
         create_child: Callable[[ChildSpec], ChildProcess],
         run_child: Callable[[ChildProcess], asyncio.Task[None]],
         drain_s: float,
-        refresh_specs: Callable[[], Awaitable[None]],
+        refresh_specs: Callable[[], Awaitable[object]],
         require_space: Callable[[], Awaitable[None]],
         check_room: Callable[[Sequence[ChildSpec]], None],
         on_removed: Callable[[], None],

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from dynamo.communication.http import raise_open_file_limit
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import BackgroundTasks, wait_for_first
+from dynamo.core.tasks import BackgroundTasks, run_all, wait_for_first
 from dynamo.runtime.deployment import Deployment, report_unsafe_roots
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.planes import UNENCRYPTED_HINT, UNENCRYPTED_TEXT, planes_of
@@ -106,7 +106,7 @@ class Supervisor:
         )
         names, bare = [spec.name for spec in specs], settings.logging.format == "json"
         self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
-        self._tasks, self._fork_server = BackgroundTasks(), fork_server or ForkServer()
+        self._tasks, self._forker = BackgroundTasks(), fork_server or ForkServer()
         self._disk_space = DiskSpaceMonitor(deployment, self._clock)
         self._shared_memory = SharedMemoryBroker(self._clock, self._record_child_status)
         self._discovery = SupervisorDiscovery(settings)
@@ -157,7 +157,7 @@ class Supervisor:
             await self._discovery.close()
             await self._record_writer.remove()
             self._shared_memory.close()
-            self._fork_server.close()
+            self._forker.close()
             await self._clock.offload(self._disk_space.close)
             await self._clock.offload(self._deployment.remove_if_unused)
         if self._preparation_error is not None:
@@ -269,7 +269,7 @@ class Supervisor:
             self._create_child,
             self._start_child,
             self._drain_s,
-            lambda: self._reloader.refresh(self._group, self._clock),
+            lambda: run_all(self._reloader.refresh(self._group, self._clock), self._forker.renew()),
             self._disk_space.require_space,
             lambda specs: self._loader.check_room(specs),  # noqa: PLW0108 - it is created later
             self._on_child_removed,
@@ -308,7 +308,7 @@ class Supervisor:
             state_root=self._deployment.folder.parent,
             supervisor_id=self._record_writer.record.instance,
             shared_memory=self._shared_memory,
-            fork_server=self._fork_server,
+            fork_server=self._forker,
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
