@@ -29,7 +29,11 @@ from dynamo.core.errors import ConfigError, Forbidden, ModelUnavailable
 from dynamo.core.settings import Settings, resolve_settings
 from dynamo.core.settings.schema import ServerSettings
 from dynamo.inference.vllm.startup import ADVICE
+from dynamo.operations.alerts.evaluator import Firing
+from dynamo.operations.alerts.notifications import AlertManager
+from dynamo.operations.alerts.rules import RULES
 from dynamo.operations.doctor import checks as doctor
+from dynamo.runtime.environment import read_secret_file
 from dynamo.runtime.processes.disk_space import DiskSpaceMonitor
 from dynamo.services.deployment.launch import check_open_files
 
@@ -162,6 +166,42 @@ async def test_processes_are_added_when_there_is_space_again(tmp_path: Path) -> 
     await space.require_space()
 
 
+@provokes("..._file = ...: the file is empty")
+def test_a_secret_can_be_read_from_a_file_with_text(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    environ = {"DYNAMO_SERVER__API_KEYS_FILE": str(file)}
+
+    def read() -> tuple[str, ...]:
+        loaded = resolve_settings(environ=environ, read_secret_file=read_secret_file)
+        return loaded.settings.server.api_keys
+
+    with pytest.raises(ConfigError, match="No such file"):
+        read()
+    file.write_text("")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError) as caught:
+        read()
+    check("..._file = ...: the file is empty", caught.value.message.lower())
+    file.write_text("sk-1\n")
+    assert read() == ("sk-1",)
+
+
+@provokes("alert alert=...")
+async def test_the_line_of_an_alert_says_what_users_notice_and_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rule = next(rule for rule in RULES if rule.name == "PlaneAway")
+    manager = AlertManager(SystemClock(), Settings(), "d")
+    await manager.update([Firing(rule, {"plane": "events"}, 0.0)])
+    (record,) = caplog.records
+    line = f"{record.message} alert={record.fields['alert']}"  # type: ignore[attr-defined]
+    check("alert alert=...", line)
+    assert rule.felt in str(record.fields)  # type: ignore[attr-defined]
+    assert rule.advice in str(record.fields)  # type: ignore[attr-defined]
+    await manager.update([])
+    assert not manager.active
+
+
 def test_the_page_says_what_the_hint_for_a_full_card_says() -> None:
     assert "CUDA out of memory" in PAGE
     (advice,) = [text for pattern, text in ADVICE.items() if re.search(pattern, "out of memory")]
@@ -255,7 +295,6 @@ ELSEWHERE = {
         "test_a_worker_whose_memory_is_out_of_reach_is_named",
         "KV memory of a worker is out of reach",
     ),
-    "..._file = ...: the file is empty": ("unit/cli/test_config.py", "", "the file is empty"),
     "status ports of other hosts listen on loopback and are no targets": (
         "unit/services/test_scrape_targets.py",
         "test_loopback_is_listed_for_processes_of_this_host_alone",
@@ -268,9 +307,44 @@ ELSEWHERE = {
     ),
 }  # fmt: skip
 """Messages that other tests provoke: file, test, and what they assert of the text."""
+CODES = {
+    "503 `model_not_ready`": ("integration/test_services.py", "", '(503, "model_not_ready")'),
+    "503 `no_workers`": ("integration/test_services.py", "", '(503, "no_workers")'),
+    "503 `overloaded`": ("integration/test_overload.py", "", "overloaded"),
+    "503 `overloaded`: too many connections are open": (
+        "attacks/test_descriptors.py",
+        "test_clients_beyond_the_busy_connections_get_a_503",
+        "too many connections are open",
+    ),
+    "413 `request_too_large`": ("unit/application/test_request_limits.py", "", "request_too_large"),
+    "503 `overloaded`: the bodies of unfinished requests": (
+        "unit/http/test_body_budget.py",
+        "test_a_body_beyond_the_budget_is_refused",
+        "the bodies of unfinished requests",
+    ),
+    "400 `context_length_exceeded`": (
+        "attacks/test_tokenize.py", "", '(400, "context_length_exceeded")'
+    ),
+    "404 `not_found`: `a path of Ollama`, or of another server": (
+        "unit/application/test_routes_api.py", "", '"/api/chat", "Ollama", "/v1/chat/completions"'
+    ),
+    "415 `unsupported_media_type`": (
+        "unit/application/test_limits_and_access.py", "test_pages_send_json_as_such",
+        "unsupported_media_type",
+    ),
+    "503 `server_stopped`, or a stream that ends with it": (
+        "unit/application/test_chat_api.py", "", '(503, "server_stopped")'
+    ),
+    "a stream ends with `slow_reader`": (
+        "unit/application/test_back_pressure.py",
+        "test_a_stream_over_its_backlog_limit_ends_with_slow_reader",
+        "slow_reader",
+    ),
+}  # fmt: skip
+"""Rows of codes, and the tests that provoke them."""
 NO_MESSAGES = re.compile(
     r"limitations|/health|dynamo ps|dynamo_\w+_total|slow_reader|doctor|No such file|"
-    r"(queue|admit|prefill|decode|transfer|deliver|tokenise)|alert alert=.*|"
+    r"(queue|admit|prefill|decode|transfer|deliver|tokenise)|"
     r"a path of Ollama|server_stopped|\w+_\w+(_\w+)?|overloaded"
 )
 """Words in the first column that are no messages, or codes of errors, which docs/reference lists."""
@@ -282,9 +356,16 @@ def test_every_message_of_the_page_is_provoked() -> None:
     assert messages == PROVOKED.keys() | ELSEWHERE.keys()
 
 
-@pytest.mark.parametrize("message", ELSEWHERE)
+def test_every_code_of_the_page_is_provoked() -> None:
+    rows = re.findall(
+        r"^\| ([^|]*\b[45]\d\d `\w+`[^|]*|[^|]*`slow_reader`) \| ", PAGE, re.MULTILINE
+    )
+    assert {row for row in rows if not row.startswith("403")} == CODES.keys()
+
+
+@pytest.mark.parametrize("message", [*ELSEWHERE, *CODES])
 def test_other_tests_assert_the_message(message: str) -> None:
-    path, name, words = ELSEWHERE[message]
+    path, name, words = (ELSEWHERE | CODES)[message]
     source = (ROOT / "tests" / path).read_text()
     assert f"def {name}" in source
     assert words in source

@@ -113,6 +113,8 @@ def test_clients_beyond_the_busy_connections_get_a_503(
         assert len(refused) >= 20  # beyond `MAX_REFUSED` at once, connections close unanswered
         assert all(answer.headers["retry-after"] == "1" for answer in refused)
         assert {answer.error["code"] for answer in refused} == {"overloaded"}
+        texts = {answer.error["message"] for answer in refused}
+        assert texts == {"too many connections are open"}
         opened = frontend_metric(small, "process_open_fds")
         assert opened <= LIMIT - RESERVED / 2
         assert b"200 OK" in streams[0].recv(1 << 16)

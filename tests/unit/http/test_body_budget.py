@@ -112,6 +112,7 @@ async def test_a_body_beyond_the_budget_is_refused(serve: Any, connect: Any) -> 
         second.send(head(300 * KIB), b"x" * 200 * KIB)
         answer = await second.answer()
         assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert b"the bodies of unfinished requests" in answer.body
         await held(server, 600 * KIB)
         small.send(head(60 * KIB), b"x" * 50 * KIB)
         await asyncio.sleep(0.05)
