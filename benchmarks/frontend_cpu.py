@@ -2,11 +2,14 @@
 """Compare the frontend CPU with that of Dynamo 1.6.1, alternating in one run.
 
     benchmarks/frontend_cpu.py [--model MODEL_DIR] --peer-python PEER/bin/python [--rounds 3] [--case NAME ...]
+    benchmarks/frontend_cpu.py --model MODEL_DIR --stories [--rounds 3] [--case NAME ...]
 
 Prints medians and ratios. MODEL_DIR holds the tokenizer, chat template and config of SmolLM2; weights
 are not needed. Without --model, the default model's tokenizer is used, and the 8k cases are skipped,
 since its context is too short. Without --peer-python only our frontend is measured. Every process of
-our deployment that is not a worker counts as frontend.
+our deployment that is not a worker counts as frontend. With --stories, four
+deployments are compared, each under the load of 32 clients at the same time. One tells no stories, and
+two export spans of 1 % or of all requests. Only frontend processes count, and the record is off.
 """
 
 from __future__ import annotations
@@ -17,13 +20,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from servers import Server, start_ours, start_peer
+from servers import Server, processes, start_ours, start_peer
 
 HERE = Path(__file__).parent
 FAST, PACED = 1_000_000, 1
+STORIES = ("none", "default", "sampled", "traced")
+"""Kinds of stories, as in `request_calls.py`."""
 CHAT = "-c 1 --isl 8192 --turns 16 --osl 1 --requests 16 --warmup 1"
 TOOL = {
     "type": "function",
@@ -109,6 +119,68 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return summaries
 
 
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """Read a message, and take it."""
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+def start_stories(args: argparse.Namespace, speedup: float, kind: str, collector: str) -> Server:
+    """Start a deployment of which only the frontend processes count."""
+    more = ("--no-record", "--no-observer") if kind == "none" else ("--no-record",)
+    environ = {}
+    if kind in ("sampled", "traced"):
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector
+    if kind == "traced":
+        environ["OTEL_TRACES_SAMPLER"] = "parentbased_always_on"
+    server = start_ours(args.model, 2, speedup, args.router, *more, environ=environ)
+    server.frontend = processes(server.url)["frontend"]
+    return server
+
+
+def compare_stories(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a case with each kind of stories, and return the median ratios of the CPU to none."""
+    speedup, flags = CASES[name]
+    flags += " -c 32 --duration 5"
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORIES}
+    with ExitStack() as stack:
+        collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+        stack.callback(collector.shutdown)
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{collector.server_port}"
+        servers = {}
+        for kind in STORIES:
+            servers[kind] = start_stories(args, speedup, kind, url)
+            stack.callback(servers[kind].stop)
+        for seed in range(args.rounds):
+            run = partial(measure, model_dir=args.model, flags=flags, seed=seed)
+            with ThreadPoolExecutor(len(STORIES)) as pool:  # a busy machine slows all kinds alike
+                for kind, row in zip(STORIES, pool.map(run, servers.values()), strict=True):
+                    rows[kind].append(row)
+    unit = "us_per_token" if name.startswith("token") else "us_per_request"
+    times = {
+        kind: [row["processes"]["frontend"][unit] for row in each] for kind, each in rows.items()
+    }
+    return {
+        kind: {
+            "us": statistics.median(each),
+            "ratio": statistics.median(us / none for us, none in zip(each, times["none"], strict=True)),
+            "errors": sum(sum(row["errors"].values()) for row in rows[kind]),
+        }
+        for kind, each in times.items()
+    }  # fmt: skip
+
+
 def main() -> None:
     """Run the cases, print a line for each and write all results as JSON."""
     parser = argparse.ArgumentParser(
@@ -116,6 +188,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="", help="folder; default: the default model")
     parser.add_argument("--peer-python", default="")
+    parser.add_argument("--stories", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--router", default="round_robin")
     parser.add_argument("--case", action="append", choices=CASES)
@@ -123,7 +196,7 @@ def main() -> None:
     args = parser.parse_args()
     results = {}
     for name in args.case or [name for name in CASES if args.model or "8k" not in name]:
-        results[name] = run_case(name, args)
+        results[name] = compare_stories(name, args) if args.stories else run_case(name, args)
         print(name, json.dumps(results[name]), flush=True)
     if args.out:
         Path(args.out).write_text(json.dumps(results, indent=1))

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -84,6 +85,7 @@ def start_ours(
     *more: str,
     engine: str = "mock",
     timeout_s: float = 90,
+    environ: Mapping[str, str] = {},
 ) -> Server:
     """Start `dynamo run` with mock workers. Every process that is not a worker counts
     as frontend."""
@@ -104,7 +106,8 @@ def start_ours(
     ]
     if engine == "mock":
         command += ["--speedup-ratio", str(speedup)]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = os.environ | environ
+    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     answers(url, "smol", [child], timeout_s)
     by_role = processes(url)
