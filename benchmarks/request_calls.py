@@ -374,16 +374,9 @@ async def main(arguments: argparse.Namespace) -> None:
         while not runtime.health.healthy:
             await runtime.clock.sleep(0.05)
         limits = HttpLimits.from_settings(settings.server)
-        frontend = Frontend(
-            HttpServerState(
-                application.handle,
-                limits,
-                runtime.clock,
-                application.on_error,
-                application.check_headers,
-            ),
-            arguments.api,
-        )
+        checks = application.on_error, application.check_headers
+        server = HttpServerState(application.handle, limits, runtime.clock, *checks)
+        frontend = Frontend(server, arguments.api)
         await frontend.connect_workers(runtime.clock)
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)  # as in a process that is ready

@@ -88,8 +88,8 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Iterable[float], scale: float = 1) -> None:
-        """Count all `values`, bucket by bucket. For many values this is faster than `observe`. They
-        are `scale` times those of the metric."""
+        """Count all `values`, bucket by bucket. For many values this is faster than `observe`.
+        Values are `scale` times those of the metric."""
         ordered, counts, start = sorted(values), self.counts, 0
         self.sum += sum(ordered) / scale
         for index, bound in enumerate(self.bounds):

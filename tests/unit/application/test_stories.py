@@ -25,12 +25,12 @@ class FixedWall(SystemClock):
 
 def listen(site: Any) -> Callable[[], list[Story]]:
     """Return a function that returns the stories so far."""
-    told: list[Story] = []
-    site.application.generation.stories = stories = Stories([told.extend], FixedWall())
+    received: list[Story] = []
+    site.application.generation.stories = stories = Stories([received.extend], FixedWall())
 
     def get_stories() -> list[Story]:
         stories.flush()
-        return told
+        return received
 
     return get_stories
 

@@ -68,11 +68,12 @@ def find_stages(story: EndedStory) -> list[StageTime]:
 def stage_durations(story: EndedStory) -> Sequence[float]:
     """Return the microseconds of each of `STAGES`, as `find_stages` does. Most stories have one
     attempt and take 1 us."""
-    attempts, admitting_us, read_us = story.attempts, story.admitting_us, story.read_us
-    if len(attempts) == 1 and not story.limit_us and admitting_us is not None:
-        attempt, ended_us = attempts[0], story.ended_us
-        times, first_us = attempt.times, attempt.first_us
-        choosing_us, placed_us, until_us = attempt.choosing_us, attempt.placed_us, attempt.ended_us
+    read_us, admitting_us, ended_us = story.read_us, story.admitting_us, story.ended_us
+    if len(story.attempts) == 1 and not story.limit_us and admitting_us is not None:
+        (attempt,) = story.attempts
+        times = attempt.times
+        first_us, until_us = attempt.first_us, attempt.ended_us
+        choosing_us, placed_us = attempt.choosing_us, attempt.placed_us
         if first_us is not None and (
             0 <= read_us <= admitting_us <= choosing_us <= placed_us <= first_us <= until_us
         ):
@@ -80,16 +81,13 @@ def stage_durations(story: EndedStory) -> Sequence[float]:
             rest_us: float = first_us - placed_us
             decode_us: float = until_us - first_us
             unknown_us: float = 0
-            if times is None:
+            if times is None or times.prefill_s is None:
                 rest_us, unknown_us = 0, rest_us
             else:
-                if times.prefill_s is None:
-                    rest_us, unknown_us = 0, rest_us
-                else:
-                    queue_us, prefill_us, transfer_us = _prompt_times(times)
-                    rest_us -= queue_us + prefill_us + transfer_us
-                if times.decode_s is not None:
-                    decode_us = min(decode_us, times.decode_s * 1e6)
+                queue_us, prefill_us, transfer_us = _prompt_times(times)
+                rest_us -= queue_us + prefill_us + transfer_us
+            if times is not None and times.decode_s is not None:
+                decode_us = min(decode_us, times.decode_s * 1e6)
             if rest_us >= 0 and until_us <= ended_us and not (times and times.kv_after_s):
                 return (
                     read_us, admitting_us - read_us, choosing_us - admitting_us,

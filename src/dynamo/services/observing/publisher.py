@@ -94,8 +94,8 @@ class StoryPublisher:
     def add(self, stories: Sequence[Story]) -> None:
         """Judge, count and pack stories that have ended."""
         count, metrics, packed = self._slo.count, self._metrics, self._packed
-        for told in stories:
-            story = told.ended
+        for live in stories:
+            story = live.ended
             if story is None:
                 continue
             attempts, model = story.attempts, story.model
@@ -111,8 +111,8 @@ class StoryPublisher:
                     _set_exemplars(counts.metrics, story)
             if self._good > MAX_STORIES and not matters:
                 continue
-            if self.exports and (matters or story.trace) and told.options is not NO_OPTIONS:
-                story.options = _list_options(told.options, told.streaming)
+            if self.exports and (matters or story.trace) and live.options is not NO_OPTIONS:
+                story.options = _list_options(live.options, live.streaming)
             self._tables += bool(attempts)
             for attempt in attempts:
                 if self._tables <= MAX_TABLES:
