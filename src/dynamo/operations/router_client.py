@@ -70,7 +70,7 @@ class RouterClient:
         return self._get_list(f"/causes?seconds={seconds:g}", "causes")
 
     def slo(self) -> dict[str, Any]:
-        """Fetch a `SloReport`."""
+        """Fetch the report of `dynamo slo`."""
         return self._get_json("/slo", "windows")
 
     def activity(self, seconds: int) -> dict[str, Any]:

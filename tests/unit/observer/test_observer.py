@@ -113,10 +113,10 @@ async def test_processes_make_one_series_for_each_worker() -> None:
     observer.on_batch(StoryBatch("frontend-2", 1.0, [make_story()], sample=sample))
     observer.sample({"w1": Load(running=4)})
     timeline = await observer.timeline()
-    assert timeline.waiting == [3]
-    assert timeline.workers["w1"].sent == 4
-    assert timeline.workers["w1"].running == 4
-    assert (timeline.workers["w1"].view, timeline.workers["w2"].view) == ("exact", "stale")
+    assert timeline["waiting"] == [3]
+    one, other = timeline["workers"]["w1"], timeline["workers"]["w2"]
+    assert (one["sent"], one["running"]) == (4, 4)
+    assert (one["view"], other["view"]) == ("exact", "stale")
     observer.on_process_gone("frontend-1")
     observer.sample({"w1": Load(running=4)})
     report = await observer.report()

@@ -126,7 +126,7 @@ def test_series_hold_load_reports_and_routed_requests() -> None:
 
 def test_later_samples_count_requests_since_the_sample_before() -> None:
     series = series_by_worker(record_of_two_workers().samples_since(2.0))
-    assert series.at == [3.0, 4.0]
-    assert series.workers["w1"].routed == (3, None)
-    assert series.workers["w2"].running == 0
-    assert series_by_worker([]).workers == {}
+    assert series["at"] == [3.0, 4.0]
+    assert series["workers"]["w1"]["routed"] == (3, None)
+    assert series["workers"]["w2"]["running"] == 0
+    assert series_by_worker([])["workers"] == {}

@@ -17,12 +17,11 @@ from dynamo.operations.observer.activity import KEPT_S, PaceRecorder, show_worke
 from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.explanations import explain_attempt, routing_record
 from dynamo.operations.observer.shown import show_slow, show_story
-from dynamo.operations.observer.slo_books import SloBooks, SloReport
+from dynamo.operations.observer.slo_books import SloBooks
 from dynamo.operations.observer.stories import KeptStory, StoryStore
 from dynamo.operations.observer.surroundings import MAX_PAUSES, Surroundings, TypicalTimes
 from dynamo.operations.observer.timeline import (
     VIEWS,
-    DeploymentTimeline,
     RoutingTimeline,
     series_by_worker,
 )
@@ -183,7 +182,7 @@ class DeploymentObserver:
 
     async def timeline(
         self, since: float = 0.0, seconds: float | None = None, worker: str = "", columns: str = ""
-    ) -> DeploymentTimeline:
+    ) -> Mapping[str, Any]:
         """Return the samples of all workers after a Unix time, or of the last `seconds`; only those
         of a `worker`, only some `columns`."""
         after = since if seconds is None else max(since, self._clock.wall() - seconds)
@@ -253,7 +252,7 @@ class DeploymentObserver:
             cause = self._judge(entry).cause or USUAL
             self.slo_books.add_cause(entry.story.model, cause)
 
-    async def report_slo(self) -> SloReport:
+    async def report_slo(self) -> Mapping[str, Any]:
         """Return how the promise was kept. Raises `StoreUnavailable`."""
         self.find_causes()
         return await self._clock.offload(self.slo_books.report, *self.promise)

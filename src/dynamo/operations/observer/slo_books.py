@@ -10,8 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
 from dynamo.core.errors import DynamoError, StoreUnavailable
 from dynamo.telemetry.slo import SloCounts
@@ -61,35 +60,6 @@ PRUNE_MINUTES = (
 )
 Sums = Sequence[tuple[tuple[str, str], SloCounts]]
 Causes = Sequence[tuple[int, Mapping[tuple[str, str], int]]]
-
-
-class SloWindow(msgspec.Struct, frozen=True):
-    """The requests of the last hours. `good_ratio` and `budget_left` are None without requests;
-    `budget_left` is negative once more requests were bad than promised. `burn_rate` is the share of
-    bad requests over the promised one. `causes`: what the bad requests suffered from."""
-
-    window: str
-    requests: int
-    failed: int
-    late: int
-    late_first: int
-    late_gap: int
-    good_ratio: float | None
-    available_ratio: float | None
-    in_time_ratio: float | None
-    budget_left: float | None
-    burn_rate: float | None
-    causes: Mapping[str, int] = {}
-
-
-class SloReport(msgspec.Struct, frozen=True):
-    """How the promise was kept, of all models and of each. Times in seconds."""
-
-    target: float
-    ttft_slo: float
-    gap_slo: float
-    windows: Sequence[SloWindow]
-    models: Mapping[str, Sequence[SloWindow]]
 
 
 class SloBooks:
@@ -186,12 +156,13 @@ class SloBooks:
                 file.execute("BEGIN IMMEDIATE")
                 yield file
 
-    def report(self, target: float, ttft_slo: float, gap_slo: float) -> SloReport:
-        """Return how the promise was kept. Raises `StoreUnavailable`."""
+    def report(self, target: float, ttft_slo: float, gap_slo: float) -> Mapping[str, Any]:
+        """Return how the promise was kept, of all models and of each. Times are in seconds.
+        `causes` are what bad requests suffered from. Raises `StoreUnavailable`."""
         self.write()
         now = self._wall()
-        windows: list[SloWindow] = []
-        models: dict[str, list[SloWindow]] = {}
+        windows: list[Mapping[str, Any]] = []
+        models: dict[str, list[Mapping[str, Any]]] = {}
         try:
             with self._open() as file:
                 for name, seconds in WINDOWS:
@@ -204,26 +175,26 @@ class SloBooks:
                         models.setdefault(model, []).append(_make_window(name, counts, target))
         except sqlite3.Error as error:
             raise StoreUnavailable(f"the file of `dynamo slo` cannot be read: {error}") from None
-        return SloReport(target, ttft_slo, gap_slo, windows, models)
+        promise = {"target": target, "ttft_slo": ttft_slo, "gap_slo": gap_slo}
+        return {**promise, "windows": windows, "models": models}
 
 
 def _make_window(
     name: str, values: Sequence[int], target: float, causes: Mapping[str, Any] | None = None
-) -> SloWindow:
+) -> Mapping[str, Any]:
+    """Return the requests of a window. Ratios are None without requests. `budget_left` is negative
+    once more requests were bad than promised. `burn_rate` is the share of bad requests over the
+    promised one."""
     counts = SloCounts(*values)
     requests, answered = counts.requests, counts.requests - counts.failed
     bad = (counts.failed + counts.late) / requests if requests else None
-    return SloWindow(
-        name,
-        requests,
-        counts.failed,
-        counts.late,
-        counts.late_first,
-        counts.late_gap,
-        None if bad is None else 1 - bad,
-        answered / requests if requests else None,
-        1 - counts.late / answered if answered else None,
-        None if bad is None else 1 - bad / (1 - target),
-        None if bad is None else bad / (1 - target),
-        causes or {},
-    )
+    return {
+        "window": name,
+        **asdict(counts),
+        "good_ratio": None if bad is None else 1 - bad,
+        "available_ratio": answered / requests if requests else None,
+        "in_time_ratio": 1 - counts.late / answered if answered else None,
+        "budget_left": None if bad is None else 1 - bad / (1 - target),
+        "burn_rate": None if bad is None else bad / (1 - target),
+        "causes": causes or {},
+    }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-
-import msgspec
+from typing import Any, NamedTuple
 
 from dynamo.core.values import Load
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
@@ -29,40 +29,19 @@ LOAD_COLUMNS = (
 COUNT_COLUMNS = ("sent", "routed")
 """`sent`: requests of this router at the worker. `routed`: requests routed to the worker since the
 sample before."""
-COLUMN_COUNT = 1 + len(LOAD_COLUMNS) + len(COUNT_COLUMNS)
 
 _NO_LOAD = Load()
-_encode = msgspec.msgpack.Encoder().encode
-_decode_names = msgspec.msgpack.Decoder(list[str]).decode
-_decode_values = msgspec.msgpack.Decoder(list[int]).decode
 
 
-class TimelineSample(msgspec.Struct, frozen=True):
-    """All workers at the Unix time `at`. `waiting` counts requests held in the router. `workers`
-    are the sorted names and `values` the numbers, both as msgpack. Numbers are stored column by
-    column: the view, `LOAD_COLUMNS`, `COUNT_COLUMNS`."""
+class TimelineSample(NamedTuple):
+    """All workers at the Unix time `at`. `waiting` counts requests held in the router. Each of
+    `columns` has a number for each of the sorted `names`: the view, `LOAD_COLUMNS`,
+    `COUNT_COLUMNS`."""
 
     at: float
     waiting: int
-    workers: bytes
-    values: bytes
-
-    @classmethod
-    def of_columns(
-        cls, at: float, waiting: int, names: Sequence[str], columns: Sequence[Sequence[int]]
-    ) -> TimelineSample:
-        """Encode the columns of the workers `names`."""
-        return cls(at, waiting, _encode(names), _encode([*chain.from_iterable(columns)]))
-
-    def names(self) -> list[str]:
-        """Return the names of the workers."""
-        return _decode_names(self.workers)
-
-    def columns(self) -> list[list[int]]:
-        """Return the columns. Each has a number for each worker."""
-        values = _decode_values(self.values)
-        count = len(values) // COLUMN_COUNT
-        return [values[column * count :][:count] for column in range(COLUMN_COUNT)]
+    names: Sequence[str]
+    columns: Sequence[Sequence[int]]
 
 
 class RoutingTimeline:
@@ -87,7 +66,7 @@ class RoutingTimeline:
         """Add a sample. `active` has the requests in flight by worker. Counters of workers that are
         not in `workers` are dropped."""
         distinct = set(workers)
-        names = sorted(distinct)
+        names: Sequence[str] = sorted(distinct)
         reports = [loads.get(name, _NO_LOAD) for name in names]
         routed = self._routed
         columns = [
@@ -96,13 +75,13 @@ class RoutingTimeline:
             [active.get(name, 0) for name in names],
             [routed[name] for name in names],
         ]
-        sample = TimelineSample.of_columns(at, waiting, names, columns)
-        if self._samples and self._samples[-1].workers == sample.workers:
-            sample = msgspec.structs.replace(sample, workers=self._samples[-1].workers)
+        if self._samples and self._samples[-1].names == names:
+            names = self._samples[-1].names  # one list for all
         for name in [name for name in routed if name not in distinct]:
             del routed[name]
         self._thin_out(at, len(names))
-        self._samples.append(sample)
+        packed = [array("q", column) for column in columns]
+        self._samples.append(TimelineSample(at, waiting, names, packed))
 
     def samples_since(self, at: float = 0.0) -> list[TimelineSample]:
         """Return the samples after a Unix time, oldest first. May be called in a thread: a large
@@ -112,12 +91,10 @@ class RoutingTimeline:
         samples = []
         before: Mapping[str, int] | None = None
         for sample in recorded[max(0, first - 1) :]:
-            names, columns = sample.names(), sample.columns()
-            routed = dict(zip(names, columns[-1], strict=True))
+            routed = dict(zip(sample.names, sample.columns[-1], strict=True))
             if sample.at > at:
-                columns[-1] = _count_since(before, routed)
-                counted = TimelineSample.of_columns(sample.at, sample.waiting, names, columns)
-                samples.append(msgspec.structs.replace(counted, workers=sample.workers))
+                counted = [*sample.columns[:-1], _count_since(before, routed)]
+                samples.append(sample._replace(columns=counted))
             before = routed
         return samples
 
@@ -152,48 +129,24 @@ Series = int | Sequence[int | None]
 """A number for each sample, or one number if all are equal. None: the worker was not known."""
 
 
-class WorkerSeries(msgspec.Struct, frozen=True):
-    """A worker over time. Blocks, requests and prefill tokens come from its load reports. `view`
-    is how its cache was known in its last sample. `sent`: requests of the routers at the worker.
-    `routed`: requests since the sample before. Columns that nobody asked for are not set."""
-
-    view: str
-    cached_blocks: Series | msgspec.UnsetType = msgspec.UNSET
-    active_blocks: Series | msgspec.UnsetType = msgspec.UNSET
-    total_blocks: Series | msgspec.UnsetType = msgspec.UNSET
-    running: Series | msgspec.UnsetType = msgspec.UNSET
-    waiting: Series | msgspec.UnsetType = msgspec.UNSET
-    prefill_tokens: Series | msgspec.UnsetType = msgspec.UNSET
-    sent: Series | msgspec.UnsetType = msgspec.UNSET
-    routed: Series | msgspec.UnsetType = msgspec.UNSET
-
-
-class DeploymentTimeline(msgspec.Struct, frozen=True):
-    """All workers at the Unix times `at`. `waiting` counts requests held in the routers."""
-
-    at: list[float]
-    waiting: list[int]
-    workers: dict[str, WorkerSeries]
-
-
 def _align(sample: TimelineSample, names: Sequence[str]) -> Iterator[Sequence[int | None]]:
     """Yield the columns for the workers `names`. Workers that the sample lacks have None."""
-    workers, columns = sample.names(), sample.columns()
-    if workers == names:
-        yield from columns
+    if sample.names == names:
+        yield from sample.columns
         return
-    position = {name: index for index, name in enumerate(workers)}
+    position = {name: index for index, name in enumerate(sample.names)}
     order = [position.get(name, -1) for name in names]
-    for column in columns:
+    for column in sample.columns:
         yield [None if index < 0 else column[index] for index in order]
 
 
 def series_by_worker(
     samples: Sequence[TimelineSample], worker: str = "", columns: str = ""
-) -> DeploymentTimeline:
-    """Return the samples, which are in order of time, as one series for each worker. `worker`, and
-    `columns` separated by commas, leave out others."""
-    known = {*chain.from_iterable(sample.names() for sample in samples)}
+) -> Mapping[str, Any]:
+    """Return the samples, which are in order of time, as a `Series` for each worker and column.
+    `worker`, and `columns` separated by commas, leave out others. `view` is how the cache of the
+    worker was known last."""
+    known = {*chain.from_iterable(sample.names for sample in samples)}
     names = sorted(known & {worker} if worker else known)
     tables = [_align(sample, names) for sample in samples]
     views, *series = [[*zip(*rows, strict=True)] for rows in zip(*tables, strict=True)] or [[]]
@@ -202,17 +155,17 @@ def series_by_worker(
         for column, values in zip((*LOAD_COLUMNS, *COUNT_COLUMNS), series, strict=False)
         if not columns or column in columns.split(",")
     }
-    return DeploymentTimeline(
-        [sample.at for sample in samples],
-        [sample.waiting for sample in samples],
-        {
-            name: WorkerSeries(
-                _last_view(views[number]),
+    return {
+        "at": [sample.at for sample in samples],
+        "waiting": [sample.waiting for sample in samples],
+        "workers": {
+            name: {
+                "view": _last_view(views[number]),
                 **{column: _collapse(values[number]) for column, values in wanted.items()},
-            )
+            }
             for number, name in enumerate(names)
         },
-    )
+    }
 
 
 def _last_view(views: Sequence[int | None]) -> str:
