@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dynamo.operations.alerts.prometheus import general_advice, prometheus_rules
+from dynamo.operations.alerts.conditions import prometheus_rules
 from dynamo.operations.alerts.rules import RULES
 
 RULES_FILE = "deploy/prometheus-rules.yml"
@@ -321,7 +321,7 @@ def alerts_page(title: str) -> str:
         "[prometheus-rules.yml](../../deploy/prometheus-rules.yml) has the same rules for "
         "Prometheus.\n"
     )
-    rows = [f"| `{r.name}` | {r.severity} | {r.felt} | {general_advice(r)} |" for r in RULES]
+    rows = [f"| `{r.name}` | {r.severity} | {r.felt} | {r.general_advice} |" for r in RULES]
     head = ["| alert | severity | what users notice | what to do |", "| --- | --- | --- | --- |"]
     parts = [title, text, *head, *rows]
     parts.append(

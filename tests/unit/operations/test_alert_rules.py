@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from dynamo.operations.alerts.conditions import prometheus_rules
 from dynamo.operations.alerts.evaluator import AlertEvaluator, MetricSample, parse_samples
-from dynamo.operations.alerts.prometheus import general_advice, prometheus_rules
 from dynamo.operations.alerts.rules import ROUTING_RULES, RULES
 
 STEP_S = 15
@@ -212,7 +212,7 @@ def rule_test(name: str) -> Mapping[str, object]:
     length = series_length(provocation)
     expected = {
         "exp_labels": {"severity": rule.severity, **provocation.labels},
-        "exp_annotations": {"summary": rule.felt, "description": general_advice(rule)},
+        "exp_annotations": {"summary": rule.felt, "description": rule.general_advice},
     }
     steps = {BEGIN - 1: [], BEGIN + PROMPT_S // STEP_S - 1: [expected], provocation.resolved: []}
     return {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
+SETTING = re.compile(r"\{([a-z_.]+)\}")
+"""A setting whose value an advice names."""
 Combine = Literal["sum", "max", "min", "distinct"]
 
 
@@ -82,3 +85,24 @@ class AlertRule(msgspec.Struct, frozen=True):
     def to_promql(self) -> str:
         """Return all conditions as one query."""
         return "\nand ".join(condition.to_promql(self.by) for condition in self.conditions)
+
+    @property
+    def general_advice(self) -> str:
+        """The advice for any settings."""
+        advice = SETTING.sub(r"\1", self.advice)
+        return " ".join([advice, *(f"With {k}: {text}" for k, text in self.advice_where.items())])
+
+
+def prometheus_rules(rules: Sequence[AlertRule]) -> Mapping[str, Any]:
+    """Return the content of Prometheus' rules file."""
+    shown = [
+        {
+            "alert": rule.name,
+            "expr": rule.to_promql(),
+            **({"for": f"{rule.for_s}s"} if rule.for_s else {}),
+            "labels": {"severity": rule.severity},
+            "annotations": {"summary": rule.felt, "description": rule.general_advice},
+        }
+        for rule in rules
+    ]
+    return {"groups": [{"name": "dynamo", "rules": shown}]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import shlex
 import urllib.request
 from collections import deque
@@ -21,14 +20,13 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.values import shown_value
-from dynamo.operations.alerts.conditions import AlertRule
+from dynamo.operations.alerts.conditions import SETTING, AlertRule
 from dynamo.operations.alerts.evaluator import Firing
 
 log = logging.getLogger(__name__)
 
 MAX_ALERTS = 256
 SEND_TIMEOUT_S = 10.0
-_SETTING = re.compile(r"\{([a-z_.]+)\}")
 
 
 class AlertType(Enum):
@@ -137,7 +135,7 @@ class AlertManager:
 
 def advise(rule: AlertRule, settings: Settings) -> str:
     """Return the advice of a rule with the settings in force."""
-    sentences = [_SETTING.sub(lambda key: f"{key[1]} = {_value_of(key[1], settings)}", rule.advice)]
+    sentences = [SETTING.sub(lambda key: f"{key[1]} = {_value_of(key[1], settings)}", rule.advice)]
     for condition, sentence in rule.advice_where.items():
         key, _, value = condition.partition("=")
         if _value_of(key, settings) == value:

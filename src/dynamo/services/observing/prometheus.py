@@ -18,7 +18,7 @@ from dynamo.core.host.parent_death_signal import dying_with_parent
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_monitoring import PrometheusSettings
 from dynamo.models.file_cache import write_atomically
-from dynamo.operations.alerts.prometheus import prometheus_rules
+from dynamo.operations.alerts.conditions import prometheus_rules
 from dynamo.operations.alerts.rules import RULES
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
