@@ -6,8 +6,6 @@ Prometheus watches deployments (docs/how-to/watch.md). Programs without it get t
 from __future__ import annotations
 
 import logging
-import re
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from dynamo.core.values import read_field
 from dynamo.operations.alerts.conditions import AlertCondition, AlertRule, Series
 from dynamo.operations.alerts.evaluator import Firing
 from dynamo.operations.alerts.notifications import AlertManager, AlertType
+from dynamo.operations.running import sum_samples
 
 if TYPE_CHECKING:
     from dynamo.operations.tuner.tuner import AutoTuner
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EWMA_WEIGHT = 0.3
-_SAMPLE = re.compile(r"^(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 Totals = Mapping[str, float]
 """The sums of counters over their labels, by name."""
 ReadTotals = Callable[[], Awaitable[Totals]]
@@ -177,7 +175,4 @@ class PerformanceMonitor:
                 answer = await client.send("GET", "/metrics")
         except (OSError, TimeoutError) as error:
             raise PlaneUnavailable(f"{url} tells no metrics: {error or 'timeout'}") from None
-        totals = Counter[str]()
-        for name, value in _SAMPLE.findall(answer.body.decode()):
-            totals[name] += float(value)  # type: ignore[assignment]
-        return totals
+        return sum_samples(answer.body.decode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,13 +35,19 @@ class ProcessReading(msgspec.Struct, frozen=True):
     @property
     def load(self) -> tuple[int, int] | None:
         """The requests that the process computes or answers, and those that wait there."""
-        values: dict[str, float] = {}
-        for name, value in _VALUE.findall(self.metrics):
-            values[name] = values.get(name, 0.0) + float(value)
+        values = sum_samples(self.metrics)
         for running, waiting in LOAD_METRICS:
             if running in values:
                 return int(values[running]), int(values.get(waiting, 0))
         return None
+
+
+def sum_samples(metrics: str) -> Mapping[str, float]:
+    """Return the sum of each metric over its labels, of a text in Prometheus' format."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, value in _VALUE.findall(metrics):
+        sums[name] += float(value)
+    return sums
 
 
 def read_processes(
