@@ -27,8 +27,7 @@ from dynamo.operations.doctor.deployment import check_readings
 from dynamo.operations.router_client import RouterClient
 from dynamo.operations.running import ProcessReading, read_processes
 from dynamo.runtime.deployment import Deployment, ProcessRecord, add_waiting_children
-from dynamo.runtime.processes.control import ControlRequest, send_control_request
-from dynamo.runtime.processes.supervisor_report import SupervisorReport
+from dynamo.runtime.processes.supervisor_report import SupervisorReport, ask_supervisor
 from dynamo.telemetry.logs import PROMPTS_LOGGER
 
 CONTROL_TIMEOUT_S = 4.0
@@ -45,7 +44,7 @@ def collect(deployment: Deployment | None, loaded: LoadedSettings) -> Files:
     if deployment is not None:
         records = add_waiting_children(deployment.live_processes())
         with ThreadPoolExecutor(2) as threads:
-            answer = threads.submit(_ask_supervisor, deployment, missing)
+            answer = threads.submit(_read_report, deployment, missing)
             stories = threads.submit(_ask_observer, records, loaded, missing)
             readings = read_processes(records)
             report = answer.result()
@@ -82,12 +81,10 @@ def write_archive(path: str, files: Files) -> None:
         ) from None
 
 
-def _ask_supervisor(deployment: Deployment, missing: list[str]) -> SupervisorReport:
+def _read_report(deployment: Deployment, missing: list[str]) -> SupervisorReport:
     """Return what the supervisor knows of its processes, or an empty report."""
-    request = ControlRequest("report", "")
     try:
-        (text,) = send_control_request(request, deployment.folder, CONTROL_TIMEOUT_S)
-        return msgspec.json.decode(text, type=SupervisorReport)
+        return ask_supervisor(deployment.folder, "", CONTROL_TIMEOUT_S)
     except (DynamoError, OSError, ValueError) as error:
         missing.append(f"last lines, stacks and settings: {error or 'the supervisor is silent'}")
         return SupervisorReport()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from dynamo.core.settings.explain import changed_settings
 from dynamo.core.settings.load import last_origins
 from dynamo.runtime.processes.child import ChildProcess
 from dynamo.runtime.processes.child_logs import PrefixedLogWriter
+from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.telemetry.logs import last_lines
 
 STACKS_S = 0.5
@@ -50,3 +52,10 @@ def make_reporter(
         return redact(msgspec.json.encode(body, enc_hook=str).decode())
 
     return report
+
+
+def ask_supervisor(folder: Path, name: str, timeout_s: float) -> SupervisorReport:
+    """Return the report of the deployment with this state folder: with the lines of the process of
+    a name, or of all. Blocks. Raises `NotFound`, `OSError`."""
+    (text,) = send_control_request(ControlRequest("report", name), folder, timeout_s)
+    return msgspec.json.decode(text, type=SupervisorReport)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from dynamo.core.errors import Forbidden, ModelNotReady, NotFound, StoreUnavailable
 from dynamo.core.host.pids import age_s
 from dynamo.operations.observer.observer import DeploymentObserver
 from dynamo.operations.running import read_alerts
 from dynamo.runtime.deployment import ProcessRecord, add_waiting_children, deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.processes.control import ControlRequest, send_control_request
 from dynamo.runtime.processes.process_record import SUPERVISOR
-from dynamo.runtime.processes.supervisor_report import SupervisorReport
+from dynamo.runtime.processes.supervisor_report import SupervisorReport, ask_supervisor
 
 FRESH_S = 0.9
 """A reading of the processes serves all viewers for so long."""
@@ -102,12 +99,10 @@ class DeploymentConsole:
         ]
 
     def _ask_supervisor(self, process: str) -> SupervisorReport:
-        request = ControlRequest("report", process)
         try:
-            (text,) = send_control_request(request, self._deployment.folder, ANSWER_TIMEOUT_S)
+            return ask_supervisor(self._deployment.folder, process, ANSWER_TIMEOUT_S)
         except (OSError, NotFound) as error:
             raise ModelNotReady(f"the supervisor does not answer: {error}") from None
-        return msgspec.json.decode(text, type=SupervisorReport)
 
 
 def _show_process(record: ProcessRecord, now_s: float) -> Mapping[str, Any]:

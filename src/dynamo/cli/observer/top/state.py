@@ -123,13 +123,11 @@ class TopReader:
 
     def read_logs(self, name: str) -> Sequence[str]:
         """Return the last lines of a process. Blocks. Raises `DynamoError`, `OSError`."""
-        from dynamo.runtime.processes.control import ControlRequest, send_control_request
+        from dynamo.runtime.processes.supervisor_report import ask_supervisor
 
         if self.deployment is None:
             return ("the logs are on the host of the deployment",)
-        request = ControlRequest("report", name)
-        (text,) = send_control_request(request, self.deployment.folder, 5.0)
-        lines = msgspec.json.decode(text)["lines"].get(name, ())
+        lines = ask_supervisor(self.deployment.folder, name, 5.0).lines.get(name, ())
         return [escape_unprintable(line) for line in lines] or (f"no lines of {name} are kept",)
 
     def find_request(self, name: str) -> Sequence[str]:
