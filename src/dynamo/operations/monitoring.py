@@ -11,14 +11,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec.structs import replace
 
 from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import DynamoError, PlaneUnavailable
 from dynamo.core.tasks import run_all
 from dynamo.core.values import read_field
-from dynamo.operations.alerts.conditions import AlertCondition, AlertRule, Series
+from dynamo.operations.alerts.conditions import AlertRule
 from dynamo.operations.alerts.evaluator import Firing
 from dynamo.operations.alerts.notifications import AlertManager, AlertType
 from dynamo.operations.running import sum_samples
@@ -55,12 +54,6 @@ class Monitor(msgspec.Struct, frozen=True):
     over: str
     threshold: str
     alert: AlertType
-
-    def rule(self, threshold: float) -> AlertRule:
-        """Return the alert's rule."""
-        below = self.threshold.startswith("min_")
-        condition = AlertCondition(Series(self.counter), threshold, below)
-        return AlertRule(self.alert.value, "ticket", (condition,), "", "")
 
 
 MONITORS: Mapping[str, Monitor] = {
@@ -154,11 +147,10 @@ class PerformanceMonitor:
         for name, value in self.figures.items():
             monitor = MONITORS[name]
             threshold = getattr(self.config, monitor.threshold)
-            rule = monitor.rule(threshold)
-            if threshold and rule.conditions[0].breaks(value):
-                side = "below" if rule.conditions[0].below else "above"
-                text = f"{name} {value:.4g} is {side} {threshold:.4g}"
-                yield Firing(replace(rule, felt=text), {}, value)
+            below = monitor.threshold.startswith("min_")
+            if threshold and (value < threshold if below else value > threshold):
+                text = f"{name} {value:.4g} is {'below' if below else 'above'} {threshold:.4g}"
+                yield Firing(AlertRule(monitor.alert.value, "ticket", (), text, ""), {}, value)
 
     async def _run(self) -> None:
         while True:

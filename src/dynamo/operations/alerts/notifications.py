@@ -8,7 +8,7 @@ import logging
 import shlex
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
 from itertools import groupby
@@ -161,32 +161,23 @@ def _webhook_body(status: str, alerts: Sequence[ActiveAlert], source: str) -> Ma
         "groupLabels": {"alertname": name},
         "commonLabels": {"alertname": name, "severity": alerts[0].severity, "deployment": source},
         "commonAnnotations": {"summary": alerts[0].message, "description": alerts[0].advice},
-        "alerts": list(_webhook_alerts(status, alerts)),
+        "alerts": [_webhook_alert(status, alert) for alert in alerts],
     }
 
 
-def _webhook_alerts(status: str, alerts: Sequence[ActiveAlert]) -> Iterator[Mapping[str, Any]]:
-    for alert in alerts:
-        started = msgspec.to_builtins(_utc(alert.since_s))
-        labels = {"alertname": alert.name, "severity": alert.severity, "about": alert.about}
-        texts = {"summary": alert.message, "description": alert.advice, "value": f"{alert.value:g}"}
-        yield {"status": status, "labels": labels, "annotations": texts, "startsAt": started}
-
-
-def _utc(unix_s: float) -> datetime:
-    return datetime.fromtimestamp(unix_s, UTC)
+def _webhook_alert(status: str, alert: ActiveAlert) -> Mapping[str, Any]:
+    started = datetime.fromtimestamp(alert.since_s, UTC)
+    labels = {"alertname": alert.name, "severity": alert.severity, "about": alert.about}
+    texts = {"summary": alert.message, "description": alert.advice, "value": f"{alert.value:g}"}
+    return {"status": status, "labels": labels, "annotations": texts, "startsAt": started}
 
 
 async def _post(url: str, body: bytes) -> None:
     """Post a body. Raises `OSError`, also for another status than 2xx."""
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url, body, headers)  # noqa: S310 - checked by the setting
-    await asyncio.to_thread(_open, request)
-
-
-def _open(request: urllib.request.Request) -> None:
-    with urllib.request.urlopen(request, timeout=SEND_TIMEOUT_S):  # noqa: S310 - as above
-        pass
+    opened = await asyncio.to_thread(urllib.request.urlopen, request, timeout=SEND_TIMEOUT_S)
+    opened.close()
 
 
 async def _run(command: str, body: bytes) -> None:
