@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
+from itertools import chain, count
 from typing import NamedTuple
 
 from dynamo.telemetry.story import EndedStory
@@ -21,20 +21,10 @@ class KeptStory(NamedTuple):
     story: EndedStory
     process: str
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether the request failed, or moved to another worker."""
-        return is_bad(self.story)
-
 
 def is_moved(story: EndedStory) -> bool:
     """Return whether a request had more attempts than choices."""
     return len(story.attempts) > story.choices * story.prompts
-
-
-def is_bad(story: EndedStory) -> bool:
-    """Return whether a request failed, or moved to another worker."""
-    return bool(story.end) or is_moved(story)
 
 
 class StoryStore:
@@ -51,7 +41,7 @@ class StoryStore:
         """Add a story."""
         story = entry.story
         self._last.append(entry)
-        if entry.is_bad:
+        if story.end or is_moved(story):
             self._bad.append(entry)
             return
         key = int(story.wall_s) // HOUR_S, story.model
@@ -66,7 +56,9 @@ class StoryStore:
 
     def all(self) -> list[KeptStory]:
         """Return all stories, the newest first."""
-        stories = {(entry.story.request_id, entry.process): entry for entry in self._iterate()}
+        slow = (entry for slowest in self._slow.values() for _, _, entry in slowest)
+        entries = chain(self._last, self._bad, slow)
+        stories = {(entry.story.request_id, entry.process): entry for entry in entries}
         return sorted(stories.values(), key=lambda entry: -entry.story.wall_s)
 
     def find(self, name: str) -> list[KeptStory]:
@@ -79,10 +71,3 @@ class StoryStore:
     def select(self, wanted: Callable[[KeptStory], bool]) -> list[KeptStory]:
         """Return the stories that are `wanted`, the newest first."""
         return [entry for entry in self.all() if wanted(entry)]
-
-    def _iterate(self) -> Iterator[KeptStory]:
-        yield from self._last
-        yield from self._bad
-        for slowest in self._slow.values():
-            for _, _, entry in slowest:
-                yield entry
