@@ -173,18 +173,7 @@ class FrontendMetrics:
     def remove_model(self, name: str) -> None:
         """Remove the series of a model that is served no more."""
         self.models.pop(name, None)
-        families = (
-            self.requests,
-            self.time_to_first_token,
-            self.inter_token_latency,
-            self.duration,
-            self.input_length,
-            self.output_length,
-            self.cached_tokens,
-            self.longest_gap,
-            self.recomputed_tokens,
-            self.stages,
-        )
+        families = (each for each in vars(self).values() if isinstance(each, MetricFamily))
         for family in families:
             for values in [values for values in family.children if values[0] == name]:
                 family.remove(*values)
