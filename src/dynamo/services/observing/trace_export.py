@@ -15,7 +15,7 @@ import msgspec
 
 import dynamo
 from dynamo.application.http_errors import statuses_by_code
-from dynamo.communication.http.client import HttpAnswer, HttpClient
+from dynamo.communication.http.client import HttpClient
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
 from dynamo.operations.observer.spans import SpanEncoder, load_trace_types
@@ -223,26 +223,23 @@ class TraceExporter:
         read: some collectors answer JSON."""
         wait_s = RETRY_S
         for number in range(RETRIES):
-            answer = await self._try_post(body)
-            if answer is not None and answer.status not in RETRIED:
-                is_taken = HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES
-                return "" if is_taken else "refused"
+            after = ""
+            try:
+                async with asyncio.timeout(self._options.timeout_s):
+                    answer = await self._client.send("POST", self._path, body)
+            except (OSError, TimeoutError) as error:
+                self._failure = str(error) or f"no answer within {self._options.timeout_s:g} s"
+            else:
+                self._failure = f"HTTP {answer.status}"
+                if answer.status not in RETRIED:
+                    is_taken = HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES
+                    return "" if is_taken else "refused"
+                after = answer.headers.get("retry-after", "")
             if number < RETRIES - 1:
-                after = answer.headers.get("retry-after", "") if answer is not None else ""
                 asked_s = float(after) if after.isdecimal() else wait_s
                 await self._clock.sleep(min(asked_s, MAX_RETRY_S))
                 wait_s *= 2
         return "unreachable"
-
-    async def _try_post(self, body: bytes) -> HttpAnswer | None:
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                answer = await self._client.send("POST", self._path, body)
-        except (OSError, TimeoutError) as error:
-            self._failure = str(error) or f"no answer within {self._options.timeout_s:g} s"
-            return None
-        self._failure = f"HTTP {answer.status}"
-        return answer
 
     def close(self) -> None:
         """Close the connections to the collector."""
