@@ -114,9 +114,9 @@ async def test_processes_make_one_series_for_each_worker() -> None:
     observer.sample({"w1": Load(running=4)})
     timeline = await observer.timeline()
     assert timeline["waiting"] == [3]
-    one, other = timeline["workers"]["w1"], timeline["workers"]["w2"]
-    assert (one["sent"], one["running"]) == (4, 4)
-    assert (one["view"], other["view"]) == ("exact", "stale")
+    w1, w2 = timeline["workers"]["w1"], timeline["workers"]["w2"]
+    assert (w1["sent"], w1["running"]) == (4, 4)
+    assert (w1["view"], w2["view"]) == ("exact", "stale")
     observer.on_process_gone("frontend-1")
     observer.sample({"w1": Load(running=4)})
     report = await observer.report()

@@ -76,7 +76,7 @@ class RoutingTimeline:
             [routed[name] for name in names],
         ]
         if self._samples and self._samples[-1].names == names:
-            names = self._samples[-1].names  # one list for all
+            names = self._samples[-1].names  # samples share the list
         for name in [name for name in routed if name not in distinct]:
             del routed[name]
         self._thin_out(at, len(names))
