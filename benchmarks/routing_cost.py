@@ -78,7 +78,7 @@ def main() -> None:
 
 def record(prompts: list[list[int]]) -> None:
     """Count the blocks of a decision, and make the facts of its attempt."""
-    metrics, ledger, clock = DecisionMetrics(Registry()), Ledger(), SystemClock()
+    metrics, ledger = DecisionMetrics(Registry()), Ledger()
     state = ledger.workers.at(WORKERS["w1"], None)
     for number, hashes in enumerate(prompts):
         prompt = Prompt(16 * len(hashes), hashes)
@@ -96,7 +96,7 @@ def record(prompts: list[list[int]]) -> None:
             prompt=prompt,
         )
         placed = ledger.place(f"{number}/0/0", state, prompt, new_tokens=prompt.tokens)
-        attempt = Attempt(CollectedReply(), placed, ledger, clock, decision=decision)
+        attempt = Attempt(CollectedReply(), placed, ledger, decision=decision)
         metrics.on_attempt_started(attempt)
         ledger.end(placed, None)
         metrics.on_attempt_ended(attempt)

@@ -7,7 +7,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import Attempt
@@ -50,7 +49,7 @@ def attempt(decision: Decision, cached_tokens: int = 0) -> Attempt:
     worker = ledger.workers.at(decision.instance, None)
     placed = ledger.place("r/0/0", worker, Prompt(128, ()), new_tokens=128)
     ledger.first_token(placed)
-    started = Attempt(CollectedReply(), placed, ledger, SystemClock(), decision=decision)
+    started = Attempt(CollectedReply(), placed, ledger, decision=decision)
     started.cached_tokens = cached_tokens
     return started
 

@@ -131,7 +131,7 @@ class FakeCluster:
             new_tokens=len(request.token_ids) // TOKEN_BYTES,
             max_tokens=request.stops.max_tokens,
         )
-        attempt = Attempt(reply, placed, self.ledger, self.clock)
+        attempt = Attempt(reply, placed, self.ledger)
         error: BaseException | None = None
         try:
             self.attempts.append((request.request_id, names[0]))

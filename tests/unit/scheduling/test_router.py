@@ -121,7 +121,7 @@ def test_an_outcome_counts_the_token_that_ended_the_answer() -> None:
         worker = ledger.workers.at(Instance("w", "", "", "", ""), None)
         placed = ledger.place("r/0/0", worker, Prompt(5, ()), new_tokens=5)
         decision = Decision(worker.instance, "kv", 1)
-        attempt = Attempt(RecordingReply(), placed, ledger, SystemClock(), decision=decision)
+        attempt = Attempt(RecordingReply(), placed, ledger, decision=decision)
         attempt.begin(Started())
         attempt.tokens((1, 2))
         attempt.finish(end)

@@ -43,7 +43,7 @@ def make_story(**fields: Any) -> Story:
 
 def attempt(placed: PlacedRequest) -> Attempt:
     decision = Decision(placed.worker.instance, "kv", 1)
-    return Attempt(CollectedReply(), placed, Ledger(), SystemClock(), decision=decision)
+    return Attempt(CollectedReply(), placed, Ledger(), decision=decision)
 
 
 def make_record(story: Story, salt: bytes) -> RequestRecord:

@@ -10,7 +10,6 @@ from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
-from dynamo.core.clock import Clock
 from dynamo.core.errors import error_code
 from dynamo.core.fast_path import SendToken
 from dynamo.core.kv_events import worker_name
@@ -68,7 +67,6 @@ class Attempt(Reply):
     prompt that this process has seen, where somebody counts them. `times`: those of the worker."""
 
     __slots__ = (
-        "_clock",
         "_counts_tokens",
         "_ledger",
         "_prefill",
@@ -92,7 +90,6 @@ class Attempt(Reply):
         reply: Reply,
         placed: PlacedRequest,
         ledger: Ledger,
-        clock: Clock,
         prefill: str = "",
         decision: Decision | None = None,
     ) -> None:
@@ -107,7 +104,6 @@ class Attempt(Reply):
         self._prefill = prefill
         self._tokens = reply.tokens
         self._ledger = ledger
-        self._clock = clock
         self.placed = placed
         self._counts_tokens = False
         if ledger.counts_tokens:

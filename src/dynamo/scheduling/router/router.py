@@ -191,7 +191,7 @@ class WorkerRouter:
                 max_tokens=request.stops.max_tokens,
             )
         name = "" if prefill is None else prefill.id
-        attempt = Attempt(reply, placed, self.ledger, self._clock, name, decision)
+        attempt = Attempt(reply, placed, self.ledger, name, decision)
         attempt.choice, attempt.resumed = request.choice, request.resumed
         attempt.choosing_s = choosing_s
         if (story := current_story.get()) is not None:

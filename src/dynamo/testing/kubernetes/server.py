@@ -120,7 +120,7 @@ class ApiServer:
             lost = await self.faults.before(request.method, request.path, query, response)
             if response.ended:
                 return
-            done = ObjectRequest(self, request, query, response, user.name)
+            done = ObjectRequest(self, request, query, user.name)
             if request.path.startswith(("/api/", "/apis/")) and done.route():
                 self.access.check(user, done.attributes())
                 await done.run(_Lost() if lost else response)
@@ -172,14 +172,12 @@ class ObjectRequest:
     """A request for objects."""
 
     def __init__(
-        self, server: ApiServer, request: Request, query: Mapping[str, str], response: Response,
-        user: str,
-    ) -> None:  # fmt: skip
+        self, server: ApiServer, request: Request, query: Mapping[str, str], user: str
+    ) -> None:
         self._server = server
         self._objects = server.objects
         self._request = request
         self._query = query
-        self._response = response
         self._user = user
         self._target: Target
 
