@@ -30,7 +30,6 @@ class RealTime:
     contents of simulated requests; None: requests are taken with the tokens that they carry."""
 
     resolve_request: ResolveRequest | None = None
-    is_virtual = False
 
     def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
         """Skip steps of this scheduler and pass the results to `deliver`."""
@@ -53,8 +52,6 @@ class FastForward(RealTime):
     """Virtual time that skips the steady steps of one engine. Code that reads the engine's state
     calls `catch_up` first. Code that changes its batch calls `interrupt`: skipping then ends with
     the step that is being computed at that moment."""
-
-    is_virtual = True
 
     def __init__(
         self,

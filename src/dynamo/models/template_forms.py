@@ -18,11 +18,10 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message]], str | None]
 """Renders messages and tools. Returns None when the template refuses them."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEEDLE, _SECOND = "pr0be", "t3xt"
 _DUMPED_PARTS = re.compile(r"""['"]text['"]: ?['"]""")
 _DUMPED_ARGUMENTS = re.compile(r"""\\"q\\"|'q'""")
-_CALL_ID, _SHORT_CALL_ID = "call_pr0be1", "callpr0be"
+_CALL_ID = "call_pr0be1"
 _SHORT_ID_CHARS = 9
 """The length of the ids of calls in Mistral's templates, which refuse others."""
 

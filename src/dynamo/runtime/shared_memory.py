@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DECODE_ERRORS
-
-log = logging.getLogger(__name__)
 
 KEEP_S = 60.0
 """Memory that no process uses is kept for this time: a restart or a scale to 1 finds it again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from dynamo.operations.alerts.notifications import AlertManager
 from dynamo.operations.alerts.rules import RULES
 from dynamo.runtime.processes.supervisor_metrics import ScrapedProcess
 from dynamo.telemetry import Registry
-
-log = logging.getLogger(__name__)
 
 
 class DeploymentAlerts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -131,9 +130,6 @@ class ServerConnection:
         frames = pack_batches(DATA, queue.streams, queue.payloads, queue.ends)
         queue.clear()
         return frames
-
-
-log = logging.getLogger(__name__)
 
 
 class TcpRequests(Requests):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
 from random import Random
@@ -18,8 +17,6 @@ from dynamo.runtime.calls.instances import Instance, InstanceView
 from dynamo.runtime.calls.interruptible import Interruptible
 from dynamo.runtime.calls.load_balancing import InstanceLoad, LoadBalancer
 from dynamo.runtime.calls.streams import ResponseStream, encode_item
-
-log = logging.getLogger(__name__)
 
 
 class Client:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +38,6 @@ from dynamo.services.model_store.files import (
     offer_whole,
 )
 from dynamo.services.model_store.records import PeerRecords, StoreRecord, model_key
-
-log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 2 << 20
 
