@@ -67,8 +67,7 @@ def port() -> int:
     return free_port()
 
 
-@pytest.fixture
-def cluster(tiny_model: Path, tmp_path: Path, port: int) -> Iterator[Cluster]:
+def with_prometheus(model: Path, folder: Path, port: int) -> Cluster:
     environ = {
         f"{SETTING}ENABLED": "true",
         f"{SETTING}PORT": str(port),
@@ -77,23 +76,37 @@ def cluster(tiny_model: Path, tmp_path: Path, port: int) -> Iterator[Cluster]:
         "DYNAMO_MONITORING__CUSTOM_METRICS": json.dumps(CUSTOM),
         "DYNAMO_SECURITY__SECRET": "s" * 40,
     }
-    with Cluster(
-        tiny_model, tmp_path, workers=2, flags=("--observer",), environ=environ
-    ) as cluster:
+    return Cluster(model, folder, workers=2, flags=("--observer",), environ=environ)
+
+
+@pytest.fixture
+def cluster(tiny_model: Path, tmp_path: Path, port: int) -> Iterator[Cluster]:
+    with with_prometheus(tiny_model, tmp_path, port) as cluster:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def scraped(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, int]]:
+    """Return a deployment whose processes have been scraped, and the port of its Prometheus."""
+    port = free_port()
+    with with_prometheus(tiny_model, tmp_path_factory.mktemp("scraped"), port) as cluster:
+        until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+        yield cluster, port
+
+
 @needs_prometheus
-def test_every_process_is_scraped_with_keys_and_a_secret(cluster: Cluster, port: int) -> None:
-    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+def test_every_process_is_scraped_with_keys_and_a_secret(scraped: tuple[Cluster, int]) -> None:
+    _, port = scraped
     (group,) = read(port, "rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule.name for rule in RULES]
     assert read(port, "status/flags")["web.listen-address"] == f"127.0.0.1:{port}"
 
 
 @needs_prometheus
-def test_a_killed_prometheus_is_started_again_with_its_data(cluster: Cluster, port: int) -> None:
-    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
+def test_a_killed_prometheus_is_started_again_with_its_data(scraped: tuple[Cluster, int]) -> None:
+    cluster, port = scraped
     os.kill(child_pid(cluster), signal.SIGKILL)
     until(lambda: 'error="Prometheus: it ended: SIGKILL"' in cluster.log, timeout_s=20)
     until(lambda: healthy(port) == PROCESSES, timeout_s=30)
@@ -103,16 +116,16 @@ def test_a_killed_prometheus_is_started_again_with_its_data(cluster: Cluster, po
 
 @needs_prometheus
 def test_a_replaced_prometheus_leaves_port_and_data_to_the_next(
-    cluster: Cluster, port: int, monkeypatch: pytest.MonkeyPatch
+    scraped: tuple[Cluster, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until(lambda: healthy(port) == PROCESSES, timeout_s=30)
-    before = child_pid(cluster)
+    cluster, port = scraped
+    before, length = child_pid(cluster), len(cluster.log)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(cluster.folder))
     assert main(["restart", "prometheus"]) == 0
     until(lambda: child_pid(cluster) not in {0, before}, timeout_s=20)
     until(lambda: healthy(port) == PROCESSES, timeout_s=30)
-    assert "Prometheus: it ended" not in cluster.log
-    assert "waits until its port is free" not in cluster.log
+    assert "Prometheus: it ended" not in cluster.log[length:]
+    assert "waits until its port is free" not in cluster.log[length:]
 
 
 @needs_prometheus
@@ -136,7 +149,9 @@ def test_it_ends_with_a_killed_supervisor(cluster: Cluster, port: int) -> None:
 
 
 @needs_prometheus
-def test_custom_metrics_answer_their_queries(cluster: Cluster, port: int) -> None:
+def test_custom_metrics_answer_their_queries(scraped: tuple[Cluster, int]) -> None:
+    cluster, port = scraped
+
     def value(query: str) -> float:
         result = (read(port, f"query?{urlencode({'query': query})}") or {"result": ()})["result"]
         return float(result[0]["value"][1]) if result else float("nan")
