@@ -302,6 +302,8 @@ def test_every_process_has_a_status_port(
     import urllib.request
 
     deployment = start("out=mock", tiny_model, *FAST)
+    # A frontend serves with a worker that has announced its model and is not yet "ready" itself.
+    until(lambda: "starting" not in {process["state"] for process in deployment.processes()})
     pages = {process["role"]: process["status_url"] for process in deployment.processes()}
     assert pages["worker"]
     for role, url in pages.items():
