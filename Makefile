@@ -49,7 +49,7 @@ run: $(VENV)/.installed  ## serve the default model; PORT=8000, ARGS="MODEL --wo
 	@exec $(BIN)/dynamo run --http-port $(PORT) $(ARGS)
 
 test: check  ## checks, then the whole test suite
-	scripts/isolated.sh $(BIN)/python -m pytest -n 2 --dist loadfile --timeout-method thread
+	scripts/isolated.sh $(BIN)/python -m pytest -n 3 --dist loadfile --timeout-method thread
 
 # An environment of its own: vLLM pins most of its libraries. VLLM=0.28.0 picks another version.
 VLLM    ?= 0.32.0
