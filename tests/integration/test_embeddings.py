@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.support.tiny_bert import write_tiny_bert
 TEXTS = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
 SIMILARITIES = {(0, 1): 0.6660, (0, 2): 0.1046, (1, 2): 0.1411}
 """The documentation of sentence-transformers prints these numbers for this model."""
+EMBEDDED = re.compile(r"^dynamo_embedding_texts_total [1-9]", re.MULTILINE)
 
 GRAPH = """
 from dynamo.services import EmbeddingWorker, Frontend, Worker
@@ -66,6 +69,11 @@ def test_a_text_that_is_too_long_is_refused_or_cut(client: openai.OpenAI) -> Non
     assert cut.usage.prompt_tokens == 256
 
 
+def metrics_of(process: dict[str, Any]) -> str:
+    with urllib.request.urlopen(f"{process['status_url']}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
 def test_a_graph_serves_both_kinds_and_survives_a_killed_worker(
     start: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +94,12 @@ def test_a_graph_serves_both_kinds_and_survives_a_killed_worker(
 
     until(lambda: [p["state"] for p in embedding_workers()] == ["ready", "ready"])
     workers = embedding_workers()
+
+    def both_have_embedded() -> bool:
+        serve.post("/v1/embeddings", {"input": "the fox"})
+        return all(re.search(EMBEDDED, metrics_of(worker)) for worker in workers)
+
+    until(both_have_embedded)  # a frontend knows a worker some time after it is ready
     os.kill(workers[0]["pid"], signal.SIGKILL)
     answers = [serve.post("/v1/embeddings", {"input": "the fox"}) for _ in range(20)]
     assert [status for status, _ in answers] == [200] * 20
