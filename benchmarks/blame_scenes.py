@@ -52,8 +52,8 @@ async def stalled(client: Client) -> None:
     await burst
 
 
-async def _stall(client: Client) -> None:
-    await asyncio.sleep(PAUSE_S)
+async def _stall(client: Client, after_s: float = PAUSE_S) -> None:
+    await asyncio.sleep(after_s)
     frontend = await client.signal_one("frontend", signal.SIGSTOP)
     await asyncio.sleep(0.8)
     os.kill(frontend, signal.SIGCONT)
@@ -177,10 +177,11 @@ async def slow_tier_overloaded(client: Client) -> None:
 
 
 async def stalled_slow_client(client: Client) -> None:
-    """The frontend stands still, and then clients do not read for a while."""
+    """The frontend stands still near the end of answers, and clients do not read for a while."""
     read_after_s = 0.0 if client.calm else 4.5
+    answer_s = client.size.answer * LONG_ANSWER * QUICK_STEPS[1] * 1e-3
     burst = asyncio.create_task(client.burst("v", 12, read_after_s=read_after_s, stream=True))
-    await _stall(client)
+    await _stall(client, 0.7 * answer_s)
     await burst
 
 
@@ -226,6 +227,8 @@ TIER = (*FULL, "--kv-remote-url", "s3://kv-blocks/blame")
 DISAGGREGATED = (
     *("--prefill-workers", "1", "--disagg", "always", "--transfer-plane", "tcp://127.0.0.1:0"),
 )
+QUICK_STEPS, LONG_ANSWER = (0.1, 0.2), 170
+"""Answers of so many times the usual tokens, which fill the buffers of sockets."""
 SLOW_PROMPTS = (0.3, 5.0)
 """A prompt is loaded from the store, since computing it takes longer."""
 
@@ -241,7 +244,7 @@ SCENARIOS = {
     "slow_tier": Scenario(
         slow_tier, ("slow tier",), TIER, S3Process, SLOW_PROMPTS, needs_blocks=True
     ),
-    "slow_client": Scenario(slow_client, ("slow client",), timing=(0.1, 0.2), answers=170),
+    "slow_client": Scenario(slow_client, ("slow client",), timing=QUICK_STEPS, answers=LONG_ANSWER),
     "stalled": Scenario(stalled, ("stalled loop",)),
     "plane_away": Scenario(plane_away, ("plane away",), (), NatsProcess),
     "salted_behind": Scenario(salted_behind, ("long prompt ahead", "wrong salt")),
@@ -259,7 +262,10 @@ SCENARIOS = {
         needs_blocks=True,
     ),
     "stalled_slow_client": Scenario(
-        stalled_slow_client, ("stalled loop", "slow client"), timing=(0.1, 0.2), answers=170
+        stalled_slow_client,
+        ("stalled loop", "slow client"),
+        timing=QUICK_STEPS,
+        answers=LONG_ANSWER,
     ),
     "plane_away_killed": Scenario(
         plane_away_killed,
