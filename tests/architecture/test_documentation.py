@@ -22,7 +22,7 @@ from dynamo.services.deployment.launch import DEFAULT_OPEN_FILES
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-METRIC = re.compile(r"(dynamo|process)(_[a-z0-9]+)+\Z")
+METRIC = re.compile(r"(dynamo|process|python)(_[a-z0-9]+)+\Z")
 UNITS = (
     "total",
     "seconds",
