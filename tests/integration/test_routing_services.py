@@ -245,9 +245,7 @@ async def test_the_adaptive_mode_explains_capacities(cluster: Cluster) -> None:
     assert set(decision["costs"][0]["terms"]) == {"base", "available", "effective"}
 
 
-async def test_a_separate_router_decides_and_is_replaceable(
-    cluster: Cluster,
-) -> None:
+async def test_a_separate_router_decides_and_is_replaceable(cluster: Cluster) -> None:
     engine = replace(cluster.settings.engine, speedup_ratio=1.0)  # "long" outlives a busy moment
     cluster.settings = replace(cluster.settings, engine=engine)
     for _ in range(2):
