@@ -62,9 +62,23 @@ class VllmNames:
         if engine.adapters is not None:
             labels = ("running_lora_adapters", "waiting_lora_adapters", "max_lora", *MODEL)
             aliases.gauge("lora_requests_info", "Loaded adapters", labels, callback=self._adapters)
+        self._declare_totals()
+        self._times = {
+            name: aliases.histogram(f"{name}_seconds", text, bounds, MODEL).labels(model)
+            for name, text, bounds in (
+                ("request_queue_time", "Time until a step takes a request up", LATENCY),
+                ("request_prefill_time", "Time from there to the first token", LATENCY),
+                ("request_decode_time", "Time from the first token to the end", LATENCY),
+                ("time_to_first_token", "Time until the first token", FIRST_TOKEN),
+                ("inter_token_latency", "Mean time between tokens of a request", BETWEEN_TOKENS),
+                ("e2e_request_latency", "Time of a request at the worker", LATENCY),
+            )
+        }
+        registry.add_text(self._render)
 
+    def _declare_totals(self) -> None:
         def total(name: str, text: str, read: Callable[[EngineTotals], float]) -> None:
-            aliases.counter(
+            self._registry.counter(
                 f"{name}_total", text, MODEL, callback=lambda: {self._label: read(self._totals())}
             )
 
@@ -79,18 +93,6 @@ class VllmNames:
             "prefix_cache_hits", "Prompt tokens from the cache", lambda totals: totals.cached_tokens
         )
         total("num_preemptions", "Preemptions", lambda totals: totals.preemptions)
-        self._times = {
-            name: aliases.histogram(f"{name}_seconds", text, bounds, MODEL).labels(model)
-            for name, text, bounds in (
-                ("request_queue_time", "Time until a step takes a request up", LATENCY),
-                ("request_prefill_time", "Time from there to the first token", LATENCY),
-                ("request_decode_time", "Time from the first token to the end", LATENCY),
-                ("time_to_first_token", "Time until the first token", FIRST_TOKEN),
-                ("inter_token_latency", "Mean time between tokens of a request", BETWEEN_TOKENS),
-                ("e2e_request_latency", "Time of a request at the worker", LATENCY),
-            )
-        }
-        registry.add_text(self._render)
 
     def _adapters(self) -> Mapping[tuple[str, ...], float]:
         paths = self._engine.adapters.paths if self._engine.adapters is not None else ()
