@@ -8,7 +8,7 @@ Prints medians and ratios. MODEL_DIR holds the tokenizer, chat template and conf
 are not needed. Without --model, the default model's tokenizer is used, and the 8k cases are skipped,
 since its context is too short. Without --peer-python only our frontend is measured. Every process of
 our deployment that is not a worker counts as frontend. With --stories, four
-deployments are compared, each under the load of 32 clients at the same time. One tells no stories, and
+deployments are compared, each under the load of 32 clients at the same time. The first tells no stories, and
 two export spans of 1 % or of all requests. Only frontend processes count, and the record is off.
 """
 
