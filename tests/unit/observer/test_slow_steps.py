@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from msgspec.structs import replace
 from tests.unit.observer.stories import make_attempt, make_story
 from tests.unit.observer.test_verdict import USUAL, late_attempt, late_story, verdict_on
@@ -82,3 +84,10 @@ def test_stages_that_are_late_together_count_as_late() -> None:
     times = replace(times, prefill_s=0.060)
     slow = make_attempt(first_us=63_000, ended_us=208_000, times=times, load=9)
     assert verdict_on(late_story(slow)).causes == ()
+
+
+def test_a_frontend_that_stood_still_is_no_slow_client() -> None:
+    known = Surroundings(pauses={"frontend-1": deque([(1_000.9, 0.5)])})
+    story = make_story(ended_us=1_152_000, stalled_us=1_000_000)
+    causes = [(cause.name, cause.us) for cause in verdict_on(story, known).causes]
+    assert causes == [("slow client", 500_000), ("stalled loop", 500_000)]

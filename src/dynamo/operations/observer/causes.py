@@ -62,6 +62,14 @@ class LateRequest:
         known = lost.first_us is not None or lost.predicted_us is not None
         return self.describe_loss(number - 1)[0] if known else ""
 
+    def paused_us(self, stage: StageTime) -> int:
+        """Return for how long the event loop of the serving process stood still in a stage."""
+        began_s = self.story.wall_s + stage.began_us / 1e6
+        ended_s = began_s + stage.us / 1e6
+        pauses = self.known.pauses.get(self.router, ())
+        overlaps = (min(ended_s, at_s) - max(began_s, at_s - seconds) for at_s, seconds in pauses)
+        return int(sum(max(0.0, overlap) for overlap in overlaps) * 1e6)
+
     def describe_loss(self, number: int) -> tuple[str, str]:
         """Return the name and the reason of a loss: a plane's, if its worker answers since then."""
         attempt, wall_s = self.attempts[number], self.story.wall_s

@@ -88,10 +88,10 @@ def _find_causes(
     usual_us = sum(typical.usual_us(story, name) for name in ("send", "queue", "prefill"))
     for number in request.lost:
         yield from explain_loss(request, number, usual_us)
-    if story.stalled_us >= MIN_LATE_US:
-        yield Cause(
-            "slow client", story.stalled_us, "the client did not read its answer", "deliver"
-        )
+    whole = StageTime("", 0, story.ended_us)
+    unread_us = story.stalled_us - request.paused_us(whole)
+    if unread_us >= MIN_LATE_US:
+        yield Cause("slow client", unread_us, "the client did not read its answer", "deliver")
     late = list(_find_late(request, typical))
     if sum(us for _, us in late) >= MIN_LATE_US:
         for stage, us in late:
@@ -116,7 +116,7 @@ def _find_late(request: LateRequest, typical: TypicalTimes) -> Iterator[tuple[St
         us = max(0, stage.us - int(min(left_us, stage.us)))
         usual_us[name] = max(0.0, left_us - stage.us)
         if name == "deliver":
-            us = max(0, us - story.stalled_us)
+            us = max(min(us, request.paused_us(stage)), us - story.stalled_us)
         if name == "prefill" and missed is not None and missed.share:
             us = int(stage.us * missed.share)
         late_us[name] += us
