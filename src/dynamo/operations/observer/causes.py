@@ -65,10 +65,7 @@ class LateRequest:
     def paused_us(self, stage: StageTime) -> int:
         """Return for how long the event loop of the serving process stood still in a stage."""
         began_s = self.story.wall_s + stage.began_us / 1e6
-        ended_s = began_s + stage.us / 1e6
-        pauses = self.known.pauses.get(self.router, ())
-        overlaps = (min(ended_s, at_s) - max(began_s, at_s - seconds) for at_s, seconds in pauses)
-        return int(sum(max(0.0, overlap) for overlap in overlaps) * 1e6)
+        return self.known.paused_us(self.router, began_s, began_s + stage.us / 1e6)
 
     def describe_loss(self, number: int) -> tuple[str, str]:
         """Return the name and the reason of a loss: a plane's, if its worker answers since then."""
@@ -134,8 +131,7 @@ def stalled_loop(late: LateStage) -> Cause | None:
     """The event loop of the frontend or the worker stood still meanwhile."""
     best_us, best = 0, ""
     for process in dict.fromkeys((late.request.router, late.worker)):
-        pauses = late.request.known.pauses.get(process, ())
-        us = sum(late.overlap_us(at_s - seconds, at_s) for at_s, seconds in pauses)
+        us = late.request.known.paused_us(process, late.began_s, late.ended_s)
         best_us, best = max((best_us, best), (us, process))
     if not best_us:
         return None

@@ -122,6 +122,12 @@ class Surroundings(msgspec.Struct):
         """Return whether a worker has answered after a time."""
         return self.answered.get(worker, 0.0) > at_s
 
+    def paused_us(self, process: str, began_s: float, ended_s: float) -> int:
+        """Return for how long the event loop of a process stood still between two times."""
+        pauses = self.pauses.get(process, ())
+        overlaps = (min(ended_s, at_s) - max(began_s, at_s - seconds) for at_s, seconds in pauses)
+        return sum(int(overlap * 1e6) for overlap in overlaps if overlap > 0)
+
     def plane_between(self, process: str, began_s: float, ended_s: float) -> str | None:
         """Return why a plane was away for a process in that time; None if none was."""
         for since_s, until_s, name, why in self.planes:
