@@ -198,7 +198,7 @@ async def _watch_idle(pid: int, workers: int, seconds: float) -> dict[str, Any]:
 
 
 def _known_workers() -> int:
-    with suppress(OSError, ValueError):  # it starts
+    with suppress(OSError, ValueError):  # the observer starts
         (observer,) = [record for record in live_processes() if record.deployment == DEPLOYMENT]
         with urlopen(f"{observer.address}/health", timeout=5) as answer:
             return int(json.load(answer)["workers"])

@@ -13,11 +13,7 @@ import msgspec
 from dynamo.core.timing.worker_times import WorkerTimes
 from dynamo.operations.observer.cache_misses import explain_misses
 from dynamo.operations.observer.stages import STAGES, UNKNOWN, StageTime, slowest_attempts
-from dynamo.operations.observer.surroundings import (
-    LONG_PROMPT_TOKENS,
-    Surroundings,
-    name_of_loss,
-)
+from dynamo.operations.observer.surroundings import LONG_PROMPT_TOKENS, Surroundings, name_of_loss
 from dynamo.telemetry.story import AttemptFacts, EndedStory
 
 MIN_STAGE_US = 20_000
