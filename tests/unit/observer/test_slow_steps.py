@@ -9,7 +9,7 @@ from tests.unit.observer.stories import make_attempt, make_story
 from tests.unit.observer.test_verdict import USUAL, late_attempt, late_story, verdict_on
 
 from dynamo.core.values import Load
-from dynamo.operations.observer.surroundings import Surroundings
+from dynamo.operations.observer.surroundings import MAX_WORKERS, Surroundings
 
 
 def test_requests_that_lost_their_worker_explain_slow_ones_where_they_went() -> None:
@@ -91,3 +91,17 @@ def test_a_frontend_that_stood_still_is_no_slow_client() -> None:
     story = make_story(ended_us=1_152_000, stalled_us=1_000_000)
     causes = [(cause.name, cause.us) for cause in verdict_on(story, known).causes]
     assert causes == [("slow client", 500_000), ("stalled loop", 500_000)]
+
+
+def test_workers_that_start_again_do_not_add_up() -> None:
+    known = Surroundings()
+    for number in range(MAX_WORKERS + 10):
+        worker = f"w{number}"
+        lost = make_attempt(worker=worker, error="worker_failed")
+        known.add_moves(make_story(lost, make_attempt(worker=f"{worker}-again")))
+        known.add_prefills(make_story(make_attempt(worker=worker, prompt_tokens=9_000)))
+        known.add_loads({worker: Load(last_pause=(number, 0.2))}, number)
+    tables = known.moves, known.prefills, known.pauses
+    assert [len(table) for table in tables] == [MAX_WORKERS] * len(tables)
+    assert "w0" not in known.pauses
+    assert worker in known.pauses

@@ -19,7 +19,12 @@ from dynamo.operations.observer.explanations import explain_attempt, routing_rec
 from dynamo.operations.observer.shown import show_slow, show_story
 from dynamo.operations.observer.slo_books import SloBooks
 from dynamo.operations.observer.stories import KeptStory, StoryStore
-from dynamo.operations.observer.surroundings import MAX_PAUSES, Surroundings, TypicalTimes
+from dynamo.operations.observer.surroundings import (
+    MAX_PAUSES,
+    Surroundings,
+    TypicalTimes,
+    notes_of,
+)
 from dynamo.operations.observer.timeline import (
     VIEWS,
     RoutingTimeline,
@@ -81,7 +86,7 @@ class DeploymentObserver:
             if len(self._choices) > MAX_CHOICES:
                 self._choices.popitem(last=False)
         if batch.pauses:
-            pauses = self._known.pauses.setdefault(batch.process, deque(maxlen=MAX_PAUSES))
+            pauses = notes_of(self._known.pauses, batch.process, MAX_PAUSES)
             pauses.extend(batch.pauses)
         for why in batch.planes.values():
             self._known.planes.append((batch.wall_s - NOTICED_S, batch.wall_s, batch.process, why))

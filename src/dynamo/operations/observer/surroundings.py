@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +30,9 @@ LONG_PROMPT_TOKENS = 1_024
 SILENT_TEXTS = ("does not answer", "did not answer", "stalled")
 
 
+T = TypeVar("T")
+
+
 def name_of_loss(attempt: AttemptFacts) -> str:
     """Return the name of the cause that ended an attempt."""
     reason = attempt.reason or attempt.error
@@ -39,6 +43,17 @@ def name_of_loss(attempt: AttemptFacts) -> str:
     if attempt.error in (WorkerFailed.code, InstanceGone.code):
         return "lost worker"
     return f"error {attempt.error}"
+
+
+def notes_of(table: dict[str, deque[T]], process: str, most: int) -> deque[T]:
+    """Return the last `most` notes on a process. Those on the first process go if there are too
+    many: a worker that starts again has another name."""
+    notes = table.get(process)
+    if notes is None:
+        if len(table) >= MAX_WORKERS:
+            del table[next(iter(table))]
+        notes = table[process] = deque(maxlen=most)
+    return notes
 
 
 class Surroundings(msgspec.Struct):
@@ -70,13 +85,11 @@ class Surroundings(msgspec.Struct):
             if lost.error:
                 placed_s = story.wall_s + again.placed_us / 1e6
                 until_us = again.ended_us if again.first_us is None else again.first_us
-                first_s, ended_s = (
-                    story.wall_s + until_us / 1e6,
-                    story.wall_s + again.ended_us / 1e6,
-                )
+                first_s = story.wall_s + until_us / 1e6
+                ended_s = story.wall_s + again.ended_us / 1e6
                 prefill_s = None if again.times is None else again.times.prefill_s
                 taken_s = placed_s if prefill_s is None else first_s - prefill_s
-                moves = self.moves.setdefault(again.worker, deque(maxlen=MAX_PREFILLS))
+                moves = notes_of(self.moves, again.worker, MAX_PREFILLS)
                 moves.append((placed_s, taken_s, first_s, ended_s, lost.worker, name_of_loss(lost)))
 
     def add_prefills(self, story: EndedStory) -> None:
@@ -90,7 +103,7 @@ class Surroundings(msgspec.Struct):
                 until_s = story.wall_s + until_us / 1e6
                 if attempt.times is not None and not attempt.prefill_worker:
                     began_s = until_s - (attempt.times.prefill_s or 0.0)
-                prefills = self.prefills.setdefault(worker, deque(maxlen=MAX_PREFILLS))
+                prefills = notes_of(self.prefills, worker, MAX_PREFILLS)
                 prefills.append((placed_s, began_s, until_s, tokens))
 
     def add_loads(self, loads: Mapping[str, Load], at_s: float) -> None:
@@ -102,10 +115,10 @@ class Surroundings(msgspec.Struct):
         for worker, load in loads.items():
             since_s, before_s = totals.get(worker, (at_s, load.core_wait_s))
             if load.core_wait_s - before_s >= MIN_CORE_WAIT_S:
-                waits = self.core_waits.setdefault(worker, deque(maxlen=MAX_PREFILLS))
+                waits = notes_of(self.core_waits, worker, MAX_PREFILLS)
                 waits.append((since_s, at_s, load.core_wait_s - before_s))
             if load.last_pause is not None:
-                pauses = self.pauses.setdefault(worker, deque(maxlen=MAX_PAUSES))
+                pauses = notes_of(self.pauses, worker, MAX_PAUSES)
                 if not pauses or pauses[-1] != load.last_pause:
                     pauses.append(load.last_pause)
 
