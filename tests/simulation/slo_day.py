@@ -205,12 +205,12 @@ async def _run(day: SloDay, clock: VirtualClock, books: Path) -> SloCount:
         await workers.stop_faults()
     await processes.stop()
     await workers.shutdown()
-    report = SloBooks(lambda: books, clock.wall).report(TARGET, TTFT_S, GAP_S).windows[-1]
+    report = SloBooks(lambda: books, clock.wall).report(TARGET, TTFT_S, GAP_S)["windows"][-1]
     kinds = tally.kinds
     counted = kinds["good"] + kinds["late"] + kinds["failed"]
     return SloCount(
         (counted, kinds["failed"], kinds["late"]),
-        (report.requests, report.failed, report.late),
+        (report["requests"], report["failed"], report["late"]),
         kinds["left"] + kinds["client"],
         dict(kinds),
         workers.crashes,

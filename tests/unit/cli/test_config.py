@@ -138,7 +138,7 @@ def test_settings_without_effect_are_noted_at_start(
     load_settings(parser().parse(["-f", str(file)]))
     err = capsys.readouterr().err
     assert "note: monitoring.grafana.enabled (" in err
-    assert "no Grafana is started; `deploy/deploy.sh` starts one" in err
+    assert 'no Grafana is started; the page "watch" of the guide says how' in err
 
     file.write_text("workers: {decode: {replicas: 8, resources: {gpu: 2}}}\n")
     loaded = load_settings(parser().parse(["-f", str(file), "--workers", "3"]))

@@ -63,8 +63,8 @@ relative to its schema. A setting that gains an effect moves to its section. Fie
 (`declare.py`)."""
 
 REMEDIES = {
-    "monitoring.grafana.enabled": "no Grafana is started; `deploy/deploy.sh` starts one with our "
-    "dashboards, and docs/how-to/watch.md says how yours shows them",
+    "monitoring.grafana.enabled": 'no Grafana is started; the page "watch" of the guide says how '
+    "one is, and how yours shows our dashboards",
 }
 """Advice that a start gives to users of a setting, by key."""
 
