@@ -46,8 +46,8 @@ def name_of_loss(attempt: AttemptFacts) -> str:
 
 
 def notes_of(table: dict[str, deque[T]], process: str, most: int) -> deque[T]:
-    """Return the last `most` notes on a process. Those on the first process go if there are too
-    many: a worker that starts again has another name."""
+    """Return the last `most` notes on a process. Of too many processes, the first one is forgotten:
+    a worker that starts again has another name."""
     notes = table.get(process)
     if notes is None:
         if len(table) >= MAX_WORKERS:
