@@ -49,6 +49,8 @@ def test_an_answer_in_a_larger_batch_is_overload_for_as_much_as_its_worker_has_l
         assert [(cause.name, cause.us) for cause in verdict.causes] == [("overload", us)]
     known.add_loads({"w1": Load(timing=(2.0, 0.1, 0.0, 0.0, 0.0))}, 1_001.0)
     assert verdict_on(late_story(slow), known).cause == "unexplained: decode"
+    known.add_loads({"w1": Load(timing=(2.0, 1.5, 0.0, 0.0, 0.0))}, 1_002.0)
+    assert verdict_on(late_story(slow), known).cause == "overload", "many prompts cost something"
 
 
 def test_requests_that_moved_explain_an_answer_for_as_long_as_they_were_beside_it() -> None:

@@ -224,7 +224,8 @@ def busy_machine(late: LateStage) -> Cause | None:
 
 def _slowed_by_batch_us(late: LateStage) -> float:
     """Return how much longer an answer took because of the others in its batch: as its worker has
-    learnt, or all if there were many and they cost something."""
+    learnt, or all if there were many and they cost something. Where answers cost nothing, many
+    prompts do, if no other cause is known; they are taken to be as long as this one."""
     attempt, beside = late.attempt, late.times.decode_beside
     timing = late.request.known.timings.get(late.worker, ())
     if attempt is None:
@@ -235,7 +236,9 @@ def _slowed_by_batch_us(late: LateStage) -> float:
         context = attempt.prompt_tokens + attempt.output_tokens / 2
         cost_us = more * (timing[2] + timing[3] * context) * 1e3
         if cost_us < MIN_STAGE_US:
-            return 0.0
+            tokens = attempt.prompt_tokens - attempt.cached_tokens
+            alone = late.is_crowded() and late.rest_us == late.late_us
+            return beside * tokens * timing[1] * 1e3 if alone else 0.0
     return late.rest_us if late.is_crowded() else cost_us
 
 
