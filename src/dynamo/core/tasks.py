@@ -19,14 +19,14 @@ class BackgroundTasks:
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         """Run `work` as a task of this owner."""
         task = asyncio.get_running_loop().create_task(work, name=name or None)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._on_done)
         return task
 
@@ -38,16 +38,16 @@ class BackgroundTasks:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # costs a getpid system call each time
         task = self._loop.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         return task
 
     def discard(self, task: asyncio.Task[Any]) -> None:
         """Forget a task of `start_self_removing` that ends."""
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel a task of `start_self_removing`, which may not have run yet."""
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self.discard)
         task.cancel()
 
     def __len__(self) -> int:
@@ -66,7 +66,8 @@ class BackgroundTasks:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
-            self._tasks.difference_update(pending)
+            for task in pending:
+                self._tasks.pop(task, None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,7 +76,7 @@ class BackgroundTasks:
         await self.close()
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if self._on_failure is not None:
@@ -115,7 +116,8 @@ async def wait_at_most(wait: Awaitable[Any], seconds: float | None) -> None:
 
 
 async def wait_for_first(*waits: Awaitable[Any]) -> None:
-    """Return when the first is done, or raise its error. The others are cancelled."""
+    """Return when the first is done, or raise its error. The others are cancelled. Of several that
+    end in the same iteration of the event loop, the earliest argument with an error counts."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -123,5 +125,6 @@ async def wait_for_first(*waits: Awaitable[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    for task in done:
-        task.result()
+    for task in tasks:
+        if task in done:
+            task.result()

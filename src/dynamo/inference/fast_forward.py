@@ -59,14 +59,14 @@ class FastForward(RealTime):
         clock: Clock,
         wait_until_quiescent: WaitUntilQuiescent,
         resolve_request: ResolveRequest | None = None,
-        active: set[FastForward] | None = None,
+        active: dict[FastForward, None] | None = None,
     ) -> None:
-        """`active`: a set that this object enters while it skips steps."""
+        """`active`: this object is a key of it while it skips steps."""
         self.resolve_request = resolve_request
         self._wait_until_quiescent = wait_until_quiescent
         self._runner = runner
         self._clock = clock
-        self._active = set() if active is None else active
+        self._active: dict[FastForward, None] = {} if active is None else active
         self._completion: asyncio.Future[None] | None = None
         self._cancel_timer: Callable[[], None] = lambda: None
         self._step_ends: Any = ()
@@ -93,11 +93,11 @@ class FastForward(RealTime):
         self._plan_next()
         self._completion = asyncio.get_running_loop().create_future()
         self._set_timer()
-        self._active.add(self)
+        self._active[self] = None
         try:
             await self._completion
         finally:
-            self._active.discard(self)
+            self._active.pop(self, None)
             self._cancel_timer()
             self._completion = None
         self._deliver_up_to(self._last_step)

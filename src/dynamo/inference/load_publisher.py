@@ -62,7 +62,7 @@ class LoadPublisher:
         core_wait: Callable[[], float] | None = None,
     ) -> None:
         """`pauses`: those of the event loop, (Unix time of the end, seconds). `core_wait` returns
-        `Load.core_wait_s`."""
+        `Load.core_wait_s`. None: the clock is virtual, and a wait in real time means nothing."""
         self._engine, self._pauses, self._core_wait = engine, pauses, core_wait
         self._source = source
         self._clock = clock

@@ -15,6 +15,7 @@ import msgspec
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.adapters import ADAPTERS_ENDPOINT, adapter_name
+from dynamo.core.clock import SystemClock
 from dynamo.core.codec import decode_request, decode_shared_request
 from dynamo.core.errors import DECODE_ERRORS, InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.features import required_features
@@ -331,8 +332,9 @@ class EngineWorker:
         if len(self._event_sources) > 1:
             declare_kv_publisher_metrics(self._runtime.metrics, totals)
         runtime = self._runtime
+        core_wait = CoreWait().measure if isinstance(runtime.clock, SystemClock) else None
         self._load_publisher = LoadPublisher(
-            self._engine, load, runtime.clock, runtime.loop_pauses, CoreWait().measure
+            self._engine, load, runtime.clock, runtime.loop_pauses, core_wait
         )
         self._tasks.start(self._load_publisher.run(), "load report")
 

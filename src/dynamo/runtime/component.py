@@ -48,7 +48,7 @@ class EndpointHost(Protocol):
     clock: Clock
     rng: Random
     health: ProcessHealth
-    clients: set[Client]
+    clients: dict[Client, None]
     instance_id: str
     stopping: CancellationToken
 
@@ -152,8 +152,14 @@ class Endpoint:
             runtime.discovery, runtime.requests, prefix, runtime.clock, where, verify=verify
         )
         await view.start()
-        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.clients.discard)
-        runtime.clients.add(client)
+        client = Client(
+            self.path,
+            view,
+            runtime.requests,
+            runtime.rng,
+            lambda closed: runtime.clients.pop(closed, None),
+        )
+        runtime.clients[client] = None
         return client
 
 

@@ -27,12 +27,12 @@ class SharedWatch:
 
     def __init__(self) -> None:
         self._state: dict[str, bytes] | None = None
-        self.queues: set[ChangeQueue] = set()
+        self.queues: dict[ChangeQueue, None] = {}
 
     def join(self, prefix: str) -> ChangeQueue:
         """Return a new queue."""
         queue = ChangeQueue(prefix)
-        self.queues.add(queue)
+        self.queues[queue] = None
         if self._state is not None:
             queue.start(self._state)
         return queue
@@ -108,7 +108,7 @@ class RepublishingDiscovery(Discovery):
         try:
             yield queue
         finally:
-            shared.queues.discard(queue)
+            del shared.queues[queue]
             if not shared.queues:
                 task.cancel()
                 if self._watches.get(prefix) == (shared, task):

@@ -122,7 +122,7 @@ class DistributedRuntime:
         self.stand_by: Callable[[], Awaitable[None]] | None = None
         self._role_listeners: list[Callable[[str], Awaitable[None]]] = []
         self._served_endpoints: list[ServedEndpoint] = []
-        self.clients: set[Client] = set()
+        self.clients: dict[Client, None] = {}
         self._shutdown_hooks: list[ShutdownHook] = []
         self._settings_listeners: list[Callable[[Settings], None]] = []
         self._exit_stack = AsyncExitStack()

@@ -112,7 +112,7 @@ class SimulatedNetwork(msgspec.Struct):
     engine: EngineInfo
     timing: StepTiming
     mode: str
-    fast_forwarding: set[FastForward] = set()
+    fast_forwarding: dict[FastForward, None] = {}
     next_delivery_s: float = 0.0
     data_parallel: int = 1
     disaggregation: str = "off"

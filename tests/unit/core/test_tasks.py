@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dynamo.core.tasks import BackgroundTasks, run_in_slices
+from dynamo.core.tasks import BackgroundTasks, run_in_slices, wait_for_first
 
 
 async def test_a_self_removing_task_is_forgotten_at_once() -> None:
@@ -48,6 +48,31 @@ async def test_close_cancels_a_task_that_never_ran() -> None:
     assert task.cancelled()
     assert not runs
     assert len(tasks) == 0
+
+
+async def test_close_cancels_tasks_in_the_order_of_their_start() -> None:
+    tasks = BackgroundTasks()
+    cancelled: list[int] = []
+
+    async def work(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(number)
+
+    for number in range(50):
+        tasks.start(work(number))
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert cancelled == list(range(50))
+
+
+async def test_of_simultaneous_errors_that_of_the_earliest_argument_is_raised() -> None:
+    async def fail(number: int) -> None:
+        raise ValueError(f"failure {number}")
+
+    with pytest.raises(ValueError, match=r"^failure 0$"):
+        await wait_for_first(*(fail(number) for number in range(50)))
 
 
 async def test_slices_start_one_iteration_after_another() -> None:

@@ -199,7 +199,7 @@ def test_an_idle_detector_sets_no_timer() -> None:
 
 
 async def test_an_interrupted_call_raises_the_error_of_the_interrupt() -> None:
-    calls: set[Interruptible] = set()
+    calls: dict[Interruptible, None] = {}
 
     async def wait() -> None:
         with Interruptible(calls):
@@ -215,7 +215,7 @@ async def test_an_interrupted_call_raises_the_error_of_the_interrupt() -> None:
 
 
 async def test_a_cancelled_call_stays_cancelled() -> None:
-    calls: set[Interruptible] = set()
+    calls: dict[Interruptible, None] = {}
 
     async def wait() -> None:
         with Interruptible(calls):

@@ -17,7 +17,7 @@ class _DiscoveryStore:
 
     def __init__(self) -> None:
         self.records: dict[str, tuple[MemoryDiscovery, bytes]] = {}
-        self.queues: set[ChangeQueue] = set()
+        self.queues: dict[ChangeQueue, None] = {}
         self.members: set[MemoryDiscovery] = set()
 
     def state(self, prefix: str) -> dict[str, bytes]:
@@ -62,11 +62,11 @@ class MemoryDiscovery(Discovery):
     async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
         queue = ChangeQueue(prefix)
         queue.start(self._store.state(prefix))
-        self._store.queues.add(queue)
+        self._store.queues[queue] = None
         try:
             yield queue
         finally:
-            self._store.queues.discard(queue)
+            del self._store.queues[queue]
 
     def expire_lease(self) -> None:
         """Delete this object's records, as a server does when a lease expires."""

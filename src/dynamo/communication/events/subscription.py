@@ -64,7 +64,7 @@ class Subscription:
         self._directory = directory
         self._tasks = tasks
         self._context = context
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: dict[asyncio.Task[Any], None] = {}
         self._sources: dict[tuple[str, str], _FollowedSource] = {}
         self._connections: dict[str, SubscriberConnection] = {}
         self._connecting: set[str] = set()
@@ -94,8 +94,8 @@ class Subscription:
 
     def _start_task(self, work: Any) -> None:
         task = self._tasks.start(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = None
+        task.add_done_callback(lambda ended: self._running.pop(ended, None))
 
     def _apply(self, batch: Sequence[RecordChange], replaces: bool) -> None:
         for change in batch:

@@ -140,8 +140,8 @@ class TcpEvents(Events):
         self._listen_lock = asyncio.Lock()
         self._sources: dict[int, BufferedEventSource] = {}
         self._last_number = 0
-        self._subscribers: set[PublisherConnection] = set()
-        self._subscriptions: set[Subscription] = set()
+        self._subscribers: dict[PublisherConnection, None] = {}
+        self._subscriptions: dict[Subscription, None] = {}
         self._lost_events = 0
         self.lossy: Callable[[int], bool] | None = None
 
@@ -187,7 +187,7 @@ class TcpEvents(Events):
             self._tasks,
             SubscriptionContext(self._transport, self._flusher, self._broadcast, self.lossy),
         )
-        self._subscriptions.add(subscription)
+        self._subscriptions[subscription] = None
         await subscription.start()
         return partial(self._unsubscribe, subscription)
 
@@ -213,10 +213,13 @@ class TcpEvents(Events):
 
     def _accept(self) -> Link:
         subscriber = PublisherConnection(
-            self._sources, self._flusher, self._transport, self._subscribers.discard
+            self._sources, self._flusher, self._transport, self._on_subscriber_lost
         )
-        self._subscribers.add(subscriber)
+        self._subscribers[subscriber] = None
         return subscriber.link
+
+    def _on_subscriber_lost(self, subscriber: PublisherConnection) -> None:
+        self._subscribers.pop(subscriber, None)
 
     def _send_events(
         self, subject: str, number: int, first: int, payloads: Sequence[bytes]
@@ -242,6 +245,6 @@ class TcpEvents(Events):
 
     def _unsubscribe(self, subscription: Subscription) -> None:
         if subscription in self._subscriptions:
-            self._subscriptions.discard(subscription)
+            del self._subscriptions[subscription]
             subscription.stop()
             self._lost_events += subscription.count_lost_events()

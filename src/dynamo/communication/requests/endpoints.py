@@ -71,10 +71,10 @@ class _EndpointCalls:
         self._name = name
         self._handler = handler
         self._tasks = BackgroundTasks()
-        self.open_streams: set[ServerStream] = set()
+        self.open_streams: dict[ServerStream, None] = {}
 
     def start(self, payload: bytes, stream: ServerStream) -> None:
-        self.open_streams.add(stream)
+        self.open_streams[stream] = None
         stream.endpoint_streams = self.open_streams
         stream.task = self._tasks.start(self._run(payload, stream))
 

@@ -58,7 +58,7 @@ class ServerStream(ResponseWriter):
         self.context = context
         self.is_alive = None
         self.shared = None
-        self.endpoint_streams: set[ServerStream] = set()
+        self.endpoint_streams: dict[ServerStream, None] = {}
         self.task: asyncio.Task[Any] | None = None
         self._send_queue = queue
         self._stream_id = stream
@@ -126,6 +126,6 @@ class ServerStream(ResponseWriter):
     def _detach(self) -> None:
         self._closed = True
         self._send_queue.open_streams.pop(self._stream_id, None)
-        self.endpoint_streams.discard(self)
+        self.endpoint_streams.pop(self, None)
         if self._window_opened is not None:
             self._window_opened.set()

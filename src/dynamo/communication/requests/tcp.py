@@ -142,9 +142,9 @@ class TcpRequests(Requests):
         self._flusher = TurnFlusher()
         self._endpoints = Endpoints() if endpoints is None else endpoints
         self._endpoints.on_empty.append(self._go_away)
-        self._server_connections: set[ServerConnection] = set()
+        self._server_connections: dict[ServerConnection, None] = {}
         self._client_connections: dict[str, ClientConnection] = {}
-        self._open_client_connections: set[ClientConnection] = set()
+        self._open_client_connections: dict[ClientConnection, None] = {}
         self._pending_dials: dict[str, asyncio.Task[ClientConnection | DynamoError]] = {}
         self._tasks = BackgroundTasks()
         self._closed = False
@@ -247,9 +247,9 @@ class TcpRequests(Requests):
 
     def _accept(self) -> Link:
         connection = ServerConnection(
-            self._endpoints, self._flusher, self._transport, self._server_connections.discard
+            self._endpoints, self._flusher, self._transport, self._on_server_lost
         )
-        self._server_connections.add(connection)
+        self._server_connections[connection] = None
         return connection.link
 
     async def _connect(self, address: str) -> ClientConnection:
@@ -295,17 +295,20 @@ class TcpRequests(Requests):
         former = self._client_connections.get(address)
         if not connection.link.closed.is_set():
             self._client_connections[address] = connection
-            self._open_client_connections.add(connection)
+            self._open_client_connections[connection] = None
         if former is not None:
             former.retire()
         return connection
+
+    def _on_server_lost(self, connection: ServerConnection) -> None:
+        self._server_connections.pop(connection, None)
 
     def _on_retired(self, address: str, connection: ClientConnection) -> None:
         if self._client_connections.get(address) is connection:
             del self._client_connections[address]
 
     def _on_lost(self, address: str, connection: ClientConnection) -> None:
-        self._open_client_connections.discard(connection)
+        self._open_client_connections.pop(connection, None)
         if self._client_connections.get(address) is connection:
             del self._client_connections[address]
             self._notify_broken(address)

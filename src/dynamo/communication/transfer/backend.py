@@ -47,7 +47,7 @@ class TransferBackend(TransferPlane):
         self.region: MemoryRegion | None = None
         self.layout = ""
         self._keeps_region = False
-        self.peers: set[RegionPeer] = set()
+        self.peers: dict[RegionPeer, None] = {}
         self.pool_bytes = setup.options.pool_bytes
         self._breakers: dict[str, PeerBreaker] = {}
 
@@ -103,7 +103,7 @@ class TransferBackend(TransferPlane):
             else:
                 pool = MemoryPool.allocate(descriptor.slot_bytes, self.pool_bytes)
                 peer = await self._connect_converted(descriptor, region, pool)
-        self.peers.add(peer)
+        self.peers[peer] = None
         return peer
 
     async def _connect_converted(
@@ -235,7 +235,7 @@ class BackendPeer(RegionPeer):
         metrics.seconds.labels(self.backend).observe(self._clock.now() - started_s)
 
     async def close(self) -> None:
-        self._plane.peers.discard(self)
+        self._plane.peers.pop(self, None)
         await self._close()
         while self._running:
             self._unused.clear()

@@ -42,7 +42,7 @@ class MemoryTransfer(TransferBackend):
         self.latency_s = latency_s
         self.free_at_s = 0.0
         self.severed = False
-        self.pulls: set[_Pull] = set()
+        self.pulls: dict[_Pull, None] = {}
 
     @classmethod
     async def open(cls, url: str, setup: TransferSetup) -> Self:
@@ -98,7 +98,7 @@ class MemoryPeer(BackendPeer):
         super().__init__(target, descriptor, region, estimate)
         self._target = target
         self._source = source
-        self._pulls: set[_Pull] = set()
+        self._pulls: dict[_Pull, None] = {}
         self._closed = False
 
     def predict_s(self, size_bytes: int) -> float:
@@ -118,11 +118,11 @@ class MemoryPeer(BackendPeer):
             raise TransferFailed.of("gone", f"{self._name} is gone")
         self._check_generations(reads)
         pull = _Pull(target, source, len(reads) * self._region.slot_bytes)
-        self._pulls.add(pull)
+        self._pulls[pull] = None
         try:
             await pull.wait()
         finally:
-            self._pulls.discard(pull)
+            del self._pulls[pull]
         self._check_generations(reads)
         region = source.region
         if region is not None and region.has_memory and self._region.has_memory:
@@ -156,7 +156,7 @@ class _Pull:
         self._is_held = False
         for link in self._links:
             link.free_at_s = self._end_s
-            link.pulls.add(self)
+            link.pulls[self] = None
 
     async def wait(self) -> None:
         """Wait until the bytes have arrived. Raises `TransferFailed`."""
@@ -169,7 +169,7 @@ class _Pull:
         finally:
             stop()
             for link in self._links:
-                link.pulls.discard(self)
+                link.pulls.pop(self, None)
 
     def fail(self, reason: TransferFailure, text: str) -> None:
         """End the pull with an error."""

@@ -74,7 +74,7 @@ class MultiprocessEngine(Engine):
         self._ranks: tuple[ViewedRank, ...] = ()
         self._info: EngineInfo | None = None
         self._failure_listeners: list[Callable[[], None]] = []
-        self._calls: set[Interruptible] = set()
+        self._calls: dict[Interruptible, None] = {}
         self._numbers = count()
         self._totals = EngineTotals()
         self.failure = WorkerFailed("the engine has not started")

@@ -47,7 +47,7 @@ def make_simulated_engine(
     eviction: str,
     resolve_request: ResolveRequest | None = None,
     vocabulary: Sequence[int] = (),
-    fast_forwarding: set[FastForward] | None = None,
+    fast_forwarding: dict[FastForward, None] | None = None,
     prefix_caching: bool = True,
     region: MemoryRegion | None = None,
     open_tiers: OpenTiers | None = None,

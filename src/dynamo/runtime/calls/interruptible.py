@@ -7,13 +7,13 @@ from types import TracebackType
 
 
 class Interruptible:
-    """A context manager: `with Interruptible(calls): await ...`. The object is a member of `calls`
+    """A context manager: `with Interruptible(calls): await ...`. The object is a key of `calls`
     inside the `with` statement. `loop` is the running loop; passing it saves a lookup."""
 
     __slots__ = ("_calls", "_cancels_before", "_error", "_loop", "_task")
 
     def __init__(
-        self, calls: set[Interruptible], loop: asyncio.AbstractEventLoop | None = None
+        self, calls: dict[Interruptible, None], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self._calls = calls
         self._loop = loop
@@ -32,7 +32,7 @@ class Interruptible:
         self._task = task = asyncio.current_task(self._loop)
         if task is not None:
             self._cancels_before = task.cancelling()
-            self._calls.add(self)
+            self._calls[self] = None
 
     def __exit__(
         self,
@@ -40,7 +40,7 @@ class Interruptible:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._calls.discard(self)
+        self._calls.pop(self, None)
         task, interrupt_error = self._task, self._error
         if interrupt_error is None or task is None:
             return

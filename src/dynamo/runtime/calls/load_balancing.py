@@ -21,7 +21,7 @@ class InstanceLoad:
     __slots__ = ("calls", "current_weight", "instance", "live", "weight")
 
     def __init__(self, instance: Instance) -> None:
-        self.calls: set[Interruptible] = set()
+        self.calls: dict[Interruptible, None] = {}
         self.live = False
         self.current_weight = 0.0
         self.update_instance(instance)
