@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -13,6 +14,7 @@ from tests.simulation.chaos.faults import FaultSchedule
 
 from dynamo.communication.transfer import SlotRead
 from dynamo.communication.transfer.memory import MemoryPeer
+from dynamo.core.virtual_time import VirtualEventLoop
 from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.load_publisher import CoreWait
 from dynamo.inference.tiers.copies import TimedCopies
@@ -165,11 +167,23 @@ def test_the_same_seed_gives_the_same_result(
 ) -> None:
     """Neither addresses of objects nor waits for a core of this machine decide anything."""
 
-    def run_once() -> ChaosResult:
-        return msgspec.structs.replace(
-            run_bad_day(hours=0.03, **scenario), wall_s=0.0, cpu_s=0.0, resident_mb=()
-        )
+    schedule: list[tuple[float, str]] = []
+    real = VirtualEventLoop.call_soon
 
+    def call_soon(loop: VirtualEventLoop, callback: Any, *args: Any, **options: Any) -> Any:
+        owner = getattr(callback, "__self__", None)
+        work = owner.get_coro() if isinstance(owner, asyncio.Task) else callback
+        schedule.append((loop.time(), getattr(work, "__qualname__", "")))
+        return real(loop, callback, *args, **options)
+
+    def run_once() -> tuple[ChaosResult, int]:
+        schedule.clear()
+        result = run_bad_day(hours=0.03, **scenario)
+        comparable = msgspec.structs.replace(result, wall_s=0.0, cpu_s=0.0, resident_mb=())
+        assert len(schedule) > 10_000
+        return comparable, hash(tuple(schedule))
+
+    monkeypatch.setattr(VirtualEventLoop, "call_soon", call_soon)
     first = run_once()
     waits = count()
     monkeypatch.setattr(CoreWait, "measure", lambda _: next(waits) / 100)
